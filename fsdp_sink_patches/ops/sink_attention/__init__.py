@@ -1,0 +1,1 @@
+"""Flash attention with attention sinks, forward and backward, on every backend."""
