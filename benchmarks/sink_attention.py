@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -24,6 +25,7 @@ from _timing import peak_bytes, side_by_side
 
 from fsdp_sink_patches.ops.sink_attention import backends, flash_attn_func
 
+functorch_config.donated_buffer = False  # each backward is replayed on one saved forward
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 64
 EAGER_UP_TO = 8192
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 
 @lru_cache(maxsize=1)
-def _have_triton() -> bool:
+def have_triton() -> bool:
+    """Triton comes with CUDA builds of torch, but not with every one."""
     return importlib.util.find_spec("triton") is not None
 
 
 def _use_kernels(out: Tensor, lse: Tensor) -> bool:
-    return out.is_cuda and lse.dtype == torch.float32 and out.stride(-1) == 1 and out.numel() > 0 and _have_triton()
+    return out.is_cuda and lse.dtype == torch.float32 and out.stride(-1) == 1 and out.numel() > 0 and have_triton()
 
 
 def merge(

@@ -206,9 +206,10 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dout, _dlse):  # type: ignore[no-untyped-def]
-    s_aux, slot_k = ctx.saved_tensors[5:7]
+    saved = ctx.saved_tensors  # read once: non-reentrant checkpointing unpacks a tensor a single time
+    s_aux, slot_k = saved[5:7]
     needed = ctx.needs_input_grad
-    grads = sink_attention_backward(dout, *ctx.saved_tensors, *ctx.options, s_aux is not None and needed[3])
+    grads = sink_attention_backward(dout, *saved, *ctx.options, s_aux is not None and needed[3])
     dq, dk, dv, dsinks, dslot_k, dslot_v = grads
     return (
         dq if needed[0] else None,

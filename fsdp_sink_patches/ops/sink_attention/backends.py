@@ -1,7 +1,8 @@
 """Which kernel computes a part, and how each kernel is called.
 
 Every backend offers the same two functions: attention of one part with its log-sum-exp, and the gradients of a part
-given the merged pair. None of them needs to know what a sink is, except flash-attn 4, which takes one natively.
+given the merged pair. None of them needs to know what a sink is; flash-attn 4 and torch's (with Triton) take one
+natively.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
-from fsdp_sink_patches.ops.sink_attention import reference
+from fsdp_sink_patches.ops.sink_attention import _merge, reference
 
 log = logging.getLogger(__name__)
 
@@ -198,9 +199,13 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 
 class TorchFlash(_Flash):
-    """The flash-attention 2 kernels that torch itself ships; no package needed."""
+    """The flash-attention 2 kernels that torch itself ships, and with sinks a Triton forward; no package needed."""
 
     name = "torch"
+    native_sinks = True
+
+    def __init__(self) -> None:
+        self._too_large: set[tuple[int, bool]] = set()
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():
@@ -215,12 +220,37 @@ class TorchFlash(_Flash):
         return super().refuses(request)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        if sinks is not None:
+            return self._with_sinks(q, k, v, part, sinks)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, part.cu_seqlens_q, part.cu_seqlens_k, part.max_seqlen_q, part.max_seqlen_k,
             0.0, part.causal, False,
             scale=part.scale, window_size_left=part.window[0], window_size_right=part.window[1],
         )  # fmt: skip
         return out, lse
+
+    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (q.shape[-1], part.window[0] >= 0)
+        if _merge.have_triton() and shape not in self._too_large:
+            from triton.runtime.errors import OutOfResources
+
+            from fsdp_sink_patches.ops.sink_attention import _forward_kernel
+
+            try:
+                return _forward_kernel.forward(
+                    q, k, v, sinks, cu_seqlens_q=part.cu_seqlens_q, cu_seqlens_k=part.cu_seqlens_k,
+                    max_seqlen_q=part.max_seqlen_q, scale=part.scale, window=part.window,
+                )  # fmt: skip
+            except OutOfResources as error:
+                self._too_large.add(shape)
+                log.warning(
+                    "sink attention: the Triton forward does not fit this card at head_dim %d: %s", shape[0], error
+                )
+        out, lse = self._forward(q, k, v, part, None)
+        if part.cu_seqlens_q is not None:
+            out, lse = _merge.merge(out[None], lse[None], sinks, None, None)
+            return out[0], lse[0]
+        return _merge.merge(out, lse, sinks, None, None)
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part
