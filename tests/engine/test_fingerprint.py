@@ -127,8 +127,8 @@ def test_locate_starts_at_the_first_decorator(root: Path) -> None:
 def test_default_root_finds_without_importing_the_submodule() -> None:
     code = (
         "import sys; from fsdp_sink_patches._fingerprint import digest;"
-        "print(digest('xml.dom.minidom:Node'), digest('json.decoder:JSONDecoder.decode'));"
-        "print([m for m in ('xml.dom', 'json.decoder') if m in sys.modules])"
+        "print(digest('xml.dom.minidom:Node'), digest('wsgiref.headers:Headers.items'));"
+        "print([m for m in ('xml.dom', 'wsgiref.headers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")
     assert len(out[0].split()[1]) == 16

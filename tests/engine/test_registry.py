@@ -14,7 +14,7 @@ from fsdp_sink_patches import _registry
 
 CARD = """
 from fsdp_sink_patches import Patch
-PATCH = Patch(id={id!r}, gives="g", distribution="d", requires=">=1", fixed_in=None, link="l", remove_when="r", targets=())
+PATCH = Patch({id!r}, gives="g", distribution="d", requires=">1", fixed_in=None, link="l", remove_when="r", targets=())
 """
 
 

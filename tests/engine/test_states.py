@@ -7,10 +7,10 @@ import logging
 import pickle
 
 import pytest
+from fakes import World, boom, true
 
 import fsdp_sink_patches as fsp
 from fsdp_sink_patches import PatchError, State, UnknownPatch, _engine
-from fakes import World, boom, true
 
 
 def test_failures_are_the_four_that_stop_a_job() -> None:

@@ -624,10 +624,15 @@ def test_applied_is_scoped_and_keeps_what_was_there(world: World) -> None:
     world.patch(world.target("helper"), id="up.two")
     module = world.load()
     fsp.apply("up.one")
-    with pytest.raises(ZeroDivisionError), fsp.applied() as report:
-        assert report["up.two"].state is State.APPLIED
-        assert module.helper(1) == 1001
-        raise ZeroDivisionError
+
+    def block() -> None:
+        with fsp.applied() as report:
+            assert report["up.two"].state is State.APPLIED
+            assert module.helper(1) == 1001
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        block()
     assert module.helper(1) == 1
     assert module.forward(1) == 1001
     with fsp.applied("up.two"):
