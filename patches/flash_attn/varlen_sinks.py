@@ -90,6 +90,6 @@ PATCH = Patch(
 
 def validate(device: str) -> Measurement:
     """flash-attn's own functions with a sink against the fp64 oracle; needs flash-attn 2 and a CUDA device."""
-    from fsdp_sink_patches.patches.flash_attn import _validation
+    from . import _validation
 
     return _validation.varlen_sinks(device)

@@ -10,17 +10,18 @@ import os
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers.integrations.flash_attention as upstream
 import transformers.modeling_flash_attention_utils as upstream_utils
-from fsdp_sink_patches.patches.transformers._documents import document_starts
-from fsdp_sink_patches.patches.transformers.flash_sinks import SINK_LAYER
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_sink_patches.ops import sink_attention
+
+from ._documents import document_starts
+from .flash_sinks import SINK_LAYER
 
 T = TypeVar("T")
 
@@ -148,10 +149,9 @@ def flash_forward(
     elif position_ids is not None:
         key_states, value_states = _used_slots(key_states, value_states, position_ids)
     if borders is None:
-        dense: Tensor = sink_attention.flash_attn_func(query_states, key_states, value_states, **options)
-        return dense
+        return cast(Tensor, sink_attention.flash_attn_func(query_states, key_states, value_states, **options))
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query_states, key_states, value_states))
-    out: Tensor = sink_attention.flash_attn_varlen_func(q, k, v, *borders, **options)
+    out = cast(Tensor, sink_attention.flash_attn_varlen_func(q, k, v, *borders, **options))
     return out.reshape(batch, q_length, *out.shape[1:])
 
 
@@ -192,7 +192,7 @@ def _given_borders(
     cu_q: Tensor, cu_k: Tensor | None, max_q: int | Tensor | None, max_k: int | Tensor | None
 ) -> _Borders:
     cu_k = cu_q if cu_k is None else cu_k
-    return cu_q.to(torch.int32), cu_k.to(torch.int32), _longest(max_q, cu_q), _longest(max_k, cu_k)
+    return cu_q, cu_k, _longest(max_q, cu_q), _longest(max_k, cu_k)
 
 
 def _longest(given: int | Tensor | None, cu_seqlens: Tensor) -> int:
@@ -228,7 +228,7 @@ def _fitting(position_ids: Tensor, batch: int, length: int) -> Tensor:
         return position_ids.expand(batch, length)
     raise ValueError(
         f"transformers.flash-sinks: position_ids have shape {tuple(position_ids.shape)} for {batch} rows of {length} "
-        f"tokens; expected {(batch, length)}, to see where documents start. Pass cu_seq_lens_q and cu_seq_lens_k instead."
+        f"tokens; expected {(batch, length)}, to see where documents start. Or pass cu_seq_lens_q and cu_seq_lens_k."
     )
 
 
@@ -275,9 +275,8 @@ def _padded(
         q_tokens = _once(("last", q_length), lambda: _rows(mask[:, -q_length:]), mask)
     q = query.reshape(-1, *query.shape[2:])[q_tokens.indices]
     k, v = (x.reshape(-1, *x.shape[2:])[k_tokens.indices] for x in (key, value))
-    tokens: Tensor = sink_attention.flash_attn_varlen_func(
-        q, k, v, q_tokens.cu_seqlens, k_tokens.cu_seqlens, q_tokens.max_seqlen, k_tokens.max_seqlen, **options
-    )
+    borders = q_tokens.cu_seqlens, k_tokens.cu_seqlens, q_tokens.max_seqlen, k_tokens.max_seqlen
+    tokens = cast(Tensor, sink_attention.flash_attn_varlen_func(q, k, v, *borders, **options))
     out = tokens.new_zeros(batch * q_length, *tokens.shape[1:]).index_copy(0, q_tokens.indices, tokens)
     return out.view(batch, q_length, *tokens.shape[1:])
 
@@ -318,7 +317,7 @@ def _once(name: Hashable, compute: Callable[[], T], tensor: Tensor, other: Tenso
     """
     if torch.compiler.is_compiling() or tensor.is_inference() or (other is not None and other.is_inference()):
         return compute()
-    known = _derived.setdefault(tensor, {})
+    known: dict[Hashable, Any] = _derived.setdefault(tensor, {})  # type: ignore[no-untyped-call]
     stamp = (tensor._version, None if other is None else other._version)
     if name in known:
         seen, other_ref, value = known[name]

@@ -44,7 +44,7 @@ def check_and_adjust(
 ) -> str:
     """Admit a flash name on a model with sinks as it is: no class list, no package check, no hub kernel, no network."""
     if _admits(self, attn_implementation):
-        _announce(type(self).__name__, str(attn_implementation))
+        _announce(self.config.model_type, str(attn_implementation))
         return str(attn_implementation)
     return original(self, attn_implementation, *a, **k)
 
@@ -70,7 +70,7 @@ def flash_attention_forward(
     sinks = k.get("s_aux") is not None or ("s_aux" in k and hasattr(module, "sinks"))
     if not (sinks and module.config._attn_implementation in FLASH_NAMES) and not _crashes_without_sinks():
         return original(module, query, key, value, attention_mask, *a, **k)
-    from fsdp_sink_patches.patches.transformers import _sink_forward
+    from . import _sink_forward
 
     return _sink_forward.layer_forward(module, query, key, value, attention_mask, *a, **k)
 
@@ -80,7 +80,7 @@ def flash_forward(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
     sink_layer = k.pop(SINK_LAYER, False)
     if not sink_layer and k.get("s_aux") is None:
         return original(*a, **k)
-    from fsdp_sink_patches.patches.transformers import _sink_forward
+    from . import _sink_forward
 
     name = k.get("attn_implementation", k.get("implementation"))
     if name is not None and name not in FLASH_NAMES:
@@ -109,7 +109,7 @@ def gpt_oss_config_setattr(original: Callable[..., None], self: Any, key: str, v
 
 
 def _admits(model: Any, name: str | None) -> bool:
-    if name not in FLASH_NAMES or not passes_sinks(type(model)):
+    if name not in FLASH_NAMES or not passes_sinks(model.__class__):
         return False
     # flash_attention_4 is a name from 5.4 on; where transformers does not know it, it says so itself.
     return name in sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.valid_keys()
@@ -188,6 +188,6 @@ PATCH = Patch(
 
 def validate(device: str) -> Measurement:
     """A real gpt-oss on packed rows against the same model in fp64; see :mod:`_validation`."""
-    from fsdp_sink_patches.patches.transformers import _validation
+    from . import _validation
 
     return _validation.flash_sinks(device)

@@ -32,7 +32,7 @@ def model_forward(
     **k: Any,
 ) -> Any:
     """Prepare the documented dict of masks for packed rows and hand it on as ``attention_mask``."""
-    from fsdp_sink_patches.patches.transformers import _packed_masks
+    from . import _packed_masks
 
     return _packed_masks.model_forward(original, self, input_ids, attention_mask, position_ids, *a, **k)
 
@@ -57,6 +57,6 @@ PATCH = Patch(
 
 def validate(device: str) -> Measurement:
     """Packed documents against the same documents alone; see :mod:`_validation`."""
-    from fsdp_sink_patches.patches.transformers import _validation
+    from . import _validation
 
     return _validation.packed_masks(device)
