@@ -1,13 +1,13 @@
 """``flash_attn.flash_attn_*_func(..., s_aux=...)``: attention sinks for code that calls the package directly.
 
 What breaks for the user: flash-attn 2 has no sink argument, so a trainer that calls ``flash_attn_varlen_func`` itself
-gets a TypeError, or drops the sink to get on. A rescale of the output by hand gives wrong gradients without a word, because
-flash-attn's backward ignores the gradient of its log-sum-exp.
+gets a TypeError, or drops the sink to get on. Rescaling the output by hand gives wrong gradients without a word,
+because flash-attn's backward ignores the gradient of its log-sum-exp.
 
 With the patch the six training functions take two more keywords, ``s_aux`` (one logit per query head) and ``sink_kv``
 (sink slots), and run :mod:`fsdp_sink_patches.ops.sink_attention` when either is given. Without them the original runs
-untouched. Only flash-attn 2 is meant: flash-attn-4 installs ``flash_attn.cute`` under the same top-level name, has its own
-``learnable_sink``, and is another distribution.
+untouched. Only flash-attn 2 is meant: flash-attn-4 installs ``flash_attn.cute`` under the same top-level name, has its
+own ``learnable_sink``, and is another distribution.
 """
 
 from __future__ import annotations
@@ -90,6 +90,6 @@ PATCH = Patch(
 
 def validate(device: str) -> Measurement:
     """flash-attn's own functions with a sink against the fp64 oracle; needs flash-attn 2 and a CUDA device."""
-    from fsdp_sink_patches.patches.flash_attn import _validation
+    from . import _validation
 
     return _validation.varlen_sinks(device)

@@ -7,9 +7,9 @@ on packed rows (5.4 on). The loss looks normal and the trained model is not the 
 
 With the patch those three names run :mod:`fsdp_sink_patches.ops.sink_attention` in every model that passes ``s_aux``:
 
-- gpt_oss, granite_swa, granitemoe_swa, mimo_v2_flash, flint and openai_privacy_filter, and remote code that does the same;
-- hy_v4, hy_v4_vl and deepseek_v4 pass ``s_aux`` too, but their attention is not plain attention (top-k indices, compressed
-  entries), they declare ``_supports_flash_attn = False``, and they stay refused.
+- gpt_oss, granite_swa, granitemoe_swa, mimo_v2_flash, flint and openai_privacy_filter, and remote code that does so;
+- hy_v4, hy_v4_vl and deepseek_v4 pass ``s_aux`` too, but their attention is not plain attention (top-k indices,
+  compressed entries), they declare ``_supports_flash_attn = False``, and they stay refused.
 
 A model without sinks never reaches this code. A sink that can't be computed raises.
 """
@@ -32,13 +32,19 @@ if TYPE_CHECKING:
 FLASH_NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 """The implementation names that run our functions when the model passes sinks."""
 
+SINK_LAYER = "fsdp_sink_patches_sink_layer"
+"""Keyword by which a layer tells the inner function that its model has sinks, also where this layer has none (mimo's
+full attention); verl's wrapper hands it on with the other keywords."""
+
 _log = logging.getLogger("fsdp_sink_patches")
 
 
-def check_and_adjust(original: Callable[..., str], self: Any, attn_implementation: str | None, *a: Any, **k: Any) -> str:
+def check_and_adjust(
+    original: Callable[..., str], self: Any, attn_implementation: str | None, *a: Any, **k: Any
+) -> str:
     """Admit a flash name on a model with sinks as it is: no class list, no package check, no hub kernel, no network."""
     if _admits(self, attn_implementation):
-        _announce(type(self).__name__, str(attn_implementation))
+        _announce(self.config.model_type, str(attn_implementation))
         return str(attn_implementation)
     return original(self, attn_implementation, *a, **k)
 
@@ -61,24 +67,22 @@ def flash_attention_forward(
     **k: Any,
 ) -> Any:
     """The attention function of a layer: sinks stay in their own dtype and V keeps its own head_dim."""
-    from fsdp_sink_patches.patches.transformers import _sink_forward
-
-    if k.get("s_aux") is None and not ("s_aux" in k and hasattr(module, "sinks")):
-        if not _sink_forward.crashes_without_sinks():
-            return original(module, query, key, value, attention_mask, *a, **k)
-    elif module.config._attn_implementation not in FLASH_NAMES:
+    sinks = k.get("s_aux") is not None or ("s_aux" in k and hasattr(module, "sinks"))
+    if not (sinks and module.config._attn_implementation in FLASH_NAMES) and not _crashes_without_sinks():
         return original(module, query, key, value, attention_mask, *a, **k)
+    from . import _sink_forward
+
     return _sink_forward.layer_forward(module, query, key, value, attention_mask, *a, **k)
 
 
 def flash_forward(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
     """What the layer's function and verl's Ulysses wrapper call: pads, packs and runs the kernel."""
-    from fsdp_sink_patches.patches.transformers import _sink_forward
-
-    ours = k.pop(_sink_forward.SINK_LAYER, False)
-    name = k.get("attn_implementation", k.get("implementation"))
-    if not ours and k.get("s_aux") is None:
+    sink_layer = k.pop(SINK_LAYER, False)
+    if not sink_layer and k.get("s_aux") is None:
         return original(*a, **k)
+    from . import _sink_forward
+
+    name = k.get("attn_implementation", k.get("implementation"))
     if name is not None and name not in FLASH_NAMES:
         _sink_forward.require_sink_kernel(name)
         return original(*a, **k)
@@ -90,7 +94,7 @@ def sdpa_attention_forward(original: Callable[..., Any], *a: Any, **k: Any) -> A
     if k.get("s_aux") is not None:
         raise NotImplementedError(
             "transformers.flash-sinks: sdpa was called with s_aux (attention sinks), which it would drop. Expected an "
-            'implementation that computes sinks; use attn_implementation="flash_attention_2", "flex_attention" or "eager".'
+            'implementation that computes sinks; use attn_implementation="flash_attention_2" or "eager".'
         )
     return original(*a, **k)
 
@@ -105,7 +109,7 @@ def gpt_oss_config_setattr(original: Callable[..., None], self: Any, key: str, v
 
 
 def _admits(model: Any, name: str | None) -> bool:
-    if name not in FLASH_NAMES or not passes_sinks(type(model)):
+    if name not in FLASH_NAMES or not passes_sinks(model.__class__):
         return False
     # flash_attention_4 is a name from 5.4 on; where transformers does not know it, it says so itself.
     return name in sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.valid_keys()
@@ -116,16 +120,17 @@ def passes_sinks(model_class: type) -> bool:
     """Whether this model class hands ``s_aux`` to the attention function and leaves flash attention to us.
 
     Read from the class's own modelling file, so that a model released tomorrow or loaded with ``trust_remote_code``
-    counts. A class that supports SDPA has no sinks, because SDPA has no place for them (hy_v4_vl's vision tower shares a
-    file with a text model that has).
+    counts. A class that supports SDPA has no sinks, because SDPA has no place for them (hy_v4_vl's vision tower shares
+    a file with a text model that has).
     """
     if not getattr(model_class, "_supports_flash_attn", False) or getattr(model_class, "_supports_sdpa", False):
         return False
-    return any("s_aux" in _source(base.__module__) for base in model_class.__mro__ if _is_modelling_class(base))
+    return any("s_aux" in _source(base.__module__) for base in model_class.__mro__)
 
 
-def _is_modelling_class(base: type) -> bool:
-    return base.__module__ not in ("builtins", "torch.nn.modules.module", "transformers.modeling_utils")
+def _crashes_without_sinks() -> bool:
+    """transformers 5.6.0 calls ``s_aux.to`` without looking whether there is one (huggingface/transformers#45588)."""
+    return bool(sys.modules["transformers"].__version__ == "5.6.0")
 
 
 @functools.cache
@@ -173,6 +178,7 @@ PATCH = Patch(
         "transformers.modeling_flash_attention_utils:lazy_import_flash_attention",
         "transformers.modeling_flash_attention_utils:_lazy_define_process_function",
         "transformers.modeling_flash_attention_utils:_process_flash_attention_kwargs",
+        "transformers.integrations.flash_attention:get_target_dtype?",
         "transformers.masking_utils:flash_attention_mask",
         "transformers.modeling_utils:AttentionInterface",
         "transformers.models.gpt_oss.modeling_gpt_oss:GptOssAttention.forward",
@@ -182,6 +188,6 @@ PATCH = Patch(
 
 def validate(device: str) -> Measurement:
     """A real gpt-oss on packed rows against the same model in fp64; see :mod:`_validation`."""
-    from fsdp_sink_patches.patches.transformers import _validation
+    from . import _validation
 
     return _validation.flash_sinks(device)

@@ -1,13 +1,13 @@
 """Packed documents of gpt-oss don't see each other under eager and flex attention.
 
-What breaks for the user: rows are packed (``position_ids`` restart at each document, as verl's ``use_remove_padding`` and
-TRL's packing do), and ``GptOssModel.forward`` builds its masks without looking at ``position_ids``. Every document
+What breaks for the user: rows are packed (``position_ids`` restart at each document, as verl's ``use_remove_padding``
+and TRL's packing do), and ``GptOssModel.forward`` builds its masks without looking at ``position_ids``. Every document
 attends to the ones before it in the row, in every release to 5.24, with no error. Even a model that passes them loses
 the detection as soon as ``use_cache`` is on (the config's default) or an all-ones ``attention_mask`` comes along.
 
-With the patch the masks follow the documents, with or without padding and whatever ``use_cache`` says. Rows that are not
-packed, flash implementations (which read ``position_ids`` themselves), masks that the caller prepared, and caches that
-already hold keys run upstream's code untouched. openai_privacy_filter has the same defect and is not covered here.
+With the patch the masks follow the documents, with or without padding and whatever ``use_cache`` says. Rows that are
+not packed, flash implementations (which read ``position_ids`` themselves), masks that the caller prepared, and caches
+that already hold keys run upstream's code untouched. openai_privacy_filter has the same defect and is not covered here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def model_forward(
     **k: Any,
 ) -> Any:
     """Prepare the documented dict of masks for packed rows and hand it on as ``attention_mask``."""
-    from fsdp_sink_patches.patches.transformers import _packed_masks
+    from . import _packed_masks
 
     return _packed_masks.model_forward(original, self, input_ids, attention_mask, position_ids, *a, **k)
 
@@ -57,6 +57,6 @@ PATCH = Patch(
 
 def validate(device: str) -> Measurement:
     """Packed documents against the same documents alone; see :mod:`_validation`."""
-    from fsdp_sink_patches.patches.transformers import _validation
+    from . import _validation
 
     return _validation.packed_masks(device)
