@@ -15,8 +15,8 @@ def visible(
 ) -> Tensor:
     """Which keys each query of one document sees, bool ``[seqlen_q, seqlen_k]``.
 
-    flash-attn's rule: queries are aligned to the end of the keys, ``window_size=(left, right)`` counts keys on each side
-    of the aligned position inclusively, ``-1`` means unbounded, and ``causal`` bounds the right side at 0.
+    flash-attn's rule: queries are aligned to the end of the keys, ``window_size=(left, right)`` counts keys on each
+    side of the aligned position inclusively, ``-1`` means unbounded, and ``causal`` bounds the right side at 0.
     """
     left, right = window_size
     if causal:
@@ -51,14 +51,15 @@ def oracle_attention(
     """Eager attention in fp64 with a sink logit per head.
 
     Args:
-        q: ``[total_q, heads, head_dim]`` with ``cu_seqlens_q``/``cu_seqlens_k``, else ``[batch, seqlen_q, heads, head_dim]``.
+        q: ``[total_q, heads, head_dim]`` with ``cu_seqlens_q``/``cu_seqlens_k``, else ``[batch, seqlen_q, heads,
+            head_dim]``.
         k, v: the same with ``kv_heads``, which divides ``heads``.
         s_aux: ``[heads]``, one logit per query head that joins the softmax and has no value; or None.
         sink_kv: keys and values ``[slots, kv_heads, head_dim]`` that every query of every document sees; or None.
 
     Returns:
-        ``out`` like ``q`` with v's head_dim, and ``lse`` (``[heads, total_q]`` packed, ``[batch, heads, seqlen_q]`` dense),
-        both fp64; ``lse`` includes slots and sink, and is ``-inf`` for a row that sees nothing at all.
+        ``out`` like ``q`` with v's head_dim, and ``lse`` (``[heads, total_q]`` packed, ``[batch, heads, seqlen_q]``
+        dense), both fp64; ``lse`` includes slots and sink, and is ``-inf`` for a row that sees nothing at all.
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         rows = [

@@ -1,0 +1,224 @@
+"""``fsdp_sink_patches::sink_attention``: the operator that torch.compile, checkpointing and autograd see.
+
+The forward computes attention over the keys (and over the slots, if any) with whichever backend serves the shapes, and
+joins the parts with the sink. The backward hands every part the merged ``out`` and ``lse``; see ``docs/gpt-oss.md``
+for why that is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp_sink_patches.ops.sink_attention import _merge
+from fsdp_sink_patches.ops.sink_attention.backends import Backend, Part, Request, select
+
+
+def _request(
+    q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None, slot_k: Tensor | None, softcap: float, deterministic: bool
+) -> Request:
+    return Request(
+        device=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0),
+        dtype=q.dtype,
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        heads=q.shape[-2],
+        kv_heads=k.shape[-2],
+        softcap=softcap > 0,
+        deterministic=deterministic,
+        sinks=s_aux is not None,
+        slots=slot_k is not None,
+    )
+
+
+def _slot_part(part: Part, q: Tensor, slots: int) -> Part:
+    """Every query sees every slot: one document without a window if packed, the slots once a batch row if dense."""
+    if part.cu_seqlens_q is None:
+        cu_q, cu_k, queries = None, None, q.shape[1]
+    else:
+        ends = torch.arange(2, dtype=torch.int32, device=q.device)
+        cu_q, cu_k, queries = ends * q.shape[0], ends * slots, q.shape[0]
+    return Part(cu_q, cu_k, queries, slots, part.scale, (-1, -1), part.softcap, part.deterministic)
+
+
+def _slot_keys(slot: Tensor, q: Tensor) -> Tensor:
+    """Slots ``[slots, kv_heads, d]`` as the keys of a call like ``q``'s: repeated for each batch row if dense."""
+    slot = slot.to(q.dtype)
+    return slot.contiguous() if q.dim() == 3 else slot[None].expand(q.shape[0], -1, -1, -1).contiguous()
+
+
+@torch.library.custom_op("fsdp_sink_patches::sink_attention", mutates_args=())
+def sink_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s_aux: Tensor | None,
+    slot_k: Tensor | None,
+    slot_v: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """``out`` (like ``q``, v's head_dim, contiguous) and ``lse`` (``[heads, tokens]`` or ``[batch, heads,
+    seqlen]``)."""
+    chosen = select(_request(q, k, v, s_aux, slot_k, softcap, deterministic), backend or None)
+    part = Part(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softmax_scale, (window_left, window_right), softcap, deterministic,
+    )  # fmt: skip
+    native = chosen.native_sinks and s_aux is not None and slot_k is None and q.numel() > 0 and k.numel() > 0
+    out, lse = _attend(chosen, q, k, v, part, s_aux if native else None)
+    if native or (s_aux is None and slot_k is None):
+        if s_aux is None:
+            # flash-attn 2 and 3 report a row without keys as +inf
+            lse = torch.where(lse == float("inf"), float("-inf"), lse)
+        return out.to(q.dtype).contiguous(), lse.contiguous()
+    slot_out = slot_lse = None
+    if slot_k is not None and slot_v is not None:
+        slots = _slot_part(part, q, slot_k.shape[0])
+        slot_out, slot_lse = _attend(chosen, q, _slot_keys(slot_k, q), _slot_keys(slot_v, q), slots, None)
+    if q.dim() == 3:
+        out, lse = out[None], lse[None]
+        slot_out, slot_lse = _batched(slot_out), _batched(slot_lse)
+    out, lse = _merge.merge(out, lse, s_aux, slot_out, slot_lse)
+    if q.dim() == 3:
+        out, lse = out[0], lse[0]
+    return out.to(q.dtype), lse
+
+
+def _batched(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x[None]
+
+
+def _attend(
+    chosen: Backend, q: Tensor, k: Tensor, v: Tensor, part: Part, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if q.numel() == 0 or k.numel() == 0:
+        return _empty_out(q, v).zero_(), _empty_lse(q).fill_(float("-inf"))
+    return chosen.forward(q, k, v, part, sinks)
+
+
+def _empty_out(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype)
+
+
+@sink_attention.register_fake
+def _(q, k, v, s_aux, slot_k, slot_v, *_):  # type: ignore[no-untyped-def]
+    return _empty_out(q, v), _empty_lse(q)
+
+
+@torch.library.custom_op("fsdp_sink_patches::sink_attention_backward", mutates_args=())
+def sink_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    s_aux: Tensor | None,
+    slot_k: Tensor | None,
+    slot_v: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    backend: str,
+    need_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``dq, dk, dv, ds_aux, dslot_k, dslot_v``; what is not there or not needed comes back empty."""
+    chosen = select(_request(q, k, v, s_aux, slot_k, softcap, deterministic), backend or None)
+    part = Part(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softmax_scale, (window_left, window_right), softcap, deterministic,
+    )  # fmt: skip
+    dout = dout.contiguous()
+    dsinks = _absent(q)
+    if need_sinks and s_aux is not None:
+        dout4, out4, lse3 = (dout[None], out[None], lse[None]) if q.dim() == 3 else (dout, out, lse)
+        dsinks = _merge.sink_gradient(dout4, out4, lse3, s_aux)
+    if q.numel() == 0 or k.numel() == 0:
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    else:
+        dq, dk, dv = chosen.backward(dout, q, k, v, out, lse, part)
+    dslot_k, dslot_v = _absent(q), _absent(q)
+    if slot_k is not None and slot_v is not None:
+        dslot_k, dslot_v = torch.zeros_like(slot_k), torch.zeros_like(slot_v)
+        if q.numel() > 0:
+            dq_slots, dsk, dsv = chosen.backward(
+                dout, q, _slot_keys(slot_k, q), _slot_keys(slot_v, q), out, lse, _slot_part(part, q, slot_k.shape[0])
+            )
+            dq = dq + dq_slots
+            dslot_k, dslot_v = (
+                d if q.dim() == 3 else d.sum(0, dtype=torch.promote_types(d.dtype, torch.float32)) for d in (dsk, dsv)
+            )
+    return _like(dq, q), _like(dk, k), _like(dv, v), dsinks, _like(dslot_k, slot_k), _like(dslot_v, slot_v)
+
+
+def _absent(q: Tensor) -> Tensor:
+    return q.new_empty(0)
+
+
+def _like(grad: Tensor, x: Tensor | None) -> Tensor:
+    """The gradient in the dtype of ``x``, with the strides that ``empty_like`` gives, as a traced graph expects it."""
+    if x is None:
+        return grad
+    expected = torch.empty_like(x, device="meta").stride()
+    return grad if grad.dtype == x.dtype and grad.stride() == expected else torch.empty_like(x).copy_(grad)
+
+
+@sink_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, s_aux, slot_k, slot_v, *rest):  # type: ignore[no-untyped-def]
+    need_sinks = rest[-1]
+    return (
+        torch.empty_like(q),
+        torch.empty_like(k),
+        torch.empty_like(v),
+        s_aux.new_empty(s_aux.shape) if need_sinks and s_aux is not None else _absent(q),
+        _absent(q) if slot_k is None else torch.empty_like(slot_k),
+        _absent(q) if slot_v is None else torch.empty_like(slot_v),
+    )
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, s_aux, slot_k, slot_v, cu_seqlens_q, cu_seqlens_k, *options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, s_aux, slot_k, slot_v, cu_seqlens_q, cu_seqlens_k)
+    ctx.options = options
+
+
+def _backward(ctx, dout, _dlse):  # type: ignore[no-untyped-def]
+    s_aux, slot_k = ctx.saved_tensors[5:7]
+    needed = ctx.needs_input_grad
+    grads = sink_attention_backward(dout, *ctx.saved_tensors, *ctx.options, s_aux is not None and needed[3])
+    dq, dk, dv, dsinks, dslot_k, dslot_v = grads
+    return (
+        dq if needed[0] else None,
+        dk if needed[1] else None,
+        dv if needed[2] else None,
+        dsinks if s_aux is not None and needed[3] else None,
+        dslot_k if slot_k is not None and needed[4] else None,
+        dslot_v if slot_k is not None and needed[5] else None,
+        *(None,) * (len(ctx.options) + 2),
+    )
+
+
+sink_attention.register_autograd(_backward, setup_context=_setup_context)
