@@ -152,10 +152,11 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
     some = results["patched"]
     documents = "-".join(str(n) for n in sorted({min(some["documents_per_row"]), max(some["documents_per_row"])}))
     found = Table(
-        title=f"after {some['errors'][-1]['step']} steps: tiny gpt-oss, FSDP2 on {some['ranks']} x {some['device']}, "
-        f"{some['compute_dtype']}, rows of {some['seq_len']} tokens, {documents} documents each",
-        title_justify="left", title_style="bold",
-    )  # fmt: skip
+        title=f"after {some['errors'][-1]['step']} steps of a tiny gpt-oss: FSDP2, {some['ranks']} x {some['device']}, "
+        f"{some['compute_dtype']}\nrows of {some['seq_len']} tokens, {documents} documents each",
+        title_justify="left",
+        title_style="bold",
+    )
     found.add_column("")
     for name, result in results.items():
         found.add_column(f"{name}\n{result['attn_implementation']}", justify="right")
