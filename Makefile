@@ -5,6 +5,7 @@
 # make clean
 #
 # Each target sets up .venv first, once: a second run installs nothing unless pyproject.toml or constraints.txt changed.
+# DEMO_ARGS, PYTEST_ARGS and CELLS are handed on to what runs.
 #
 #   PYTHON       interpreter for .venv, 3.11 or newer                                    (python3)
 #   VENV         where it goes                                                           (.venv)
@@ -31,7 +32,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"PYTHON={sys.executable} is {v[0]}.{v[1]}; the pinned transformers needs 3.11 or newer. Run: make PYTHON=python3.11 ...")'
 	@echo "setting up $(VENV) (once, a few minutes)"
-	$(PYTHON) -m venv --clear $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable '.[test]'
 	@touch $@
@@ -39,8 +40,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python demo/run.py $(DEMO_ARGS)
 
+# pytest comes last: its closing line is what CI reads.
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -48,6 +50,9 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+nightly: $(READY)
+	$(BIN)/python tests/cells.py $(CELLS)
 
 clean:
 	rm -rf $(VENV) build dist demo_out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
