@@ -124,6 +124,11 @@ def matrix_directory() -> Path:
     return Path(next(iter(importlib.import_module("fsdp_sink_patches.compat_matrix").__path__)))
 
 
+def definitions(ref: str, root: Path | None = None) -> list[ast.stmt]:
+    """The statements that define ``ref``, in order; empty where `digest` says ``"absent"``."""
+    return _find(ref, root)[1]
+
+
 def forget() -> None:
     """Drop the parsed files; a training process need not keep upstream's syntax trees."""
     _parse_cached.cache_clear()

@@ -85,7 +85,10 @@ def judge(
     """
     state = RecordState("never")
     for record in records:
-        changed = (*_differing(record["upstream"]["digests"], upstream_digests), *_differing(record["sources"], own_sources))
+        changed = (
+            *_differing(record["upstream"]["digests"], upstream_digests),
+            *_differing(record["sources"], own_sources),
+        )
         if not changed:
             state = RecordState("validated", record)
         elif state.state != "validated":
@@ -130,7 +133,11 @@ def code_digest(path: Path) -> str:
     for node in ast.walk(ast.parse(text, filename=path.name)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             head = node.body[0]
-            if isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant) and isinstance(head.value.value, str):
+            if (
+                isinstance(head, ast.Expr)
+                and isinstance(head.value, ast.Constant)
+                and isinstance(head.value.value, str)
+            ):
                 prose.update(range(head.lineno, (head.end_lineno or head.lineno) + 1))
     kept = [
         line.rstrip()

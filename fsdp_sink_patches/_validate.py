@@ -80,7 +80,9 @@ def _plain(value: Any) -> Any:
 
 def without_paths(text: str) -> str:
     """``text`` with every absolute path cut to its last part: a record names no folders, hosts or users."""
-    return re.sub(r"(?<![\w.])(?:[A-Za-z]:)?(?:[\\/][^\s\\/'\":,;()]+){2,}", lambda m: re.split(r"[\\/]", m[0])[-1], text)
+    return re.sub(
+        r"(?<![\w.])(?:[A-Za-z]:)?(?:[\\/][^\s\\/'\":,;()]+){2,}", lambda m: re.split(r"[\\/]", m[0])[-1], text
+    )
 
 
 # --- the pair ------------------------------------------------------------------------------------------------------
@@ -241,7 +243,11 @@ def package_version() -> str:
     if found is not None:
         return found
     project = Path(__file__).resolve().parent.parent / "pyproject.toml"
-    match = re.search(r'^version = "(.+)"$', project.read_text(encoding="utf-8"), re.MULTILINE) if project.is_file() else None
+    match = (
+        re.search(r'^version = "(.+)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
+        if project.is_file()
+        else None
+    )
     return match[1] if match else "unknown"
 
 
