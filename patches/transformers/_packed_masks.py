@@ -31,24 +31,22 @@ def model_forward(
     """
     cache = a[0] if a else k.get("cache", k.get("past_key_values"))
     inputs_embeds = a[1] if len(a) > 1 else k.get("inputs_embeds")
-    packed = (
-        position_ids is not None
-        and (input_ids is None) != (inputs_embeds is None)
-        and "flash" not in self.config._attn_implementation
-        and _is_empty(cache)
-    )
-    documents = _documents(position_ids, attention_mask, input_ids, inputs_embeds) if packed else None
+    documents = None
+    if position_ids is not None and "flash" not in self.config._attn_implementation and _is_empty(cache):
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is not None:
+            documents = _documents(position_ids, attention_mask, tokens.shape[:2])
     if documents is None:
         return original(self, input_ids, attention_mask, position_ids, *a, **k)
     if inputs_embeds is None:
         # The masks take their dtype from the embeddings, so these are made here, once, as upstream makes them.
-        inputs_embeds = self.embed_tokens(input_ids)
-    masks = _masks(self.config, inputs_embeds, attention_mask, position_ids, documents)
+        inputs_embeds, input_ids = self.embed_tokens(input_ids), None
+    masks = _masks(self.config, inputs_embeds, attention_mask, documents)
     if len(a) > 1:
         a = (a[0], inputs_embeds, *a[2:])
     else:
         k["inputs_embeds"] = inputs_embeds
-    return original(self, None, masks, position_ids, *a, **k)
+    return original(self, input_ids, masks, position_ids, *a, **k)
 
 
 def _is_empty(cache: Any) -> bool:
@@ -60,16 +58,11 @@ def _is_empty(cache: Any) -> bool:
     return bool(cache.get_seq_length() == 0)
 
 
-def _documents(
-    position_ids: Tensor, mask: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None
-) -> Tensor | None:
+def _documents(position_ids: Tensor, mask: Any, shape: torch.Size) -> Tensor | None:
     """The document of every token, ``[batch, seqlen]``; None when no row holds more than one.
 
     None too for a mask that is already prepared (a dict, a BlockMask, 4-D), as ``generate`` does.
     """
-    tokens = input_ids if input_ids is not None else inputs_embeds
-    assert tokens is not None
-    shape = tokens.shape[:2]
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == shape):
         return None
     positions = position_ids.expand(shape)
@@ -81,9 +74,7 @@ def _documents(
     return starts.cumsum(1) if bool((starts.sum(1) > 1).any()) else None
 
 
-def _masks(
-    config: Any, inputs_embeds: Tensor, mask: Tensor | None, position_ids: Tensor, documents: Tensor
-) -> dict[str, Any]:
+def _masks(config: Any, inputs_embeds: Tensor, mask: Tensor | None, documents: Tensor) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "config": config,
         "inputs_embeds" if "inputs_embeds" in _ACCEPTED else "input_embeds": inputs_embeds,
