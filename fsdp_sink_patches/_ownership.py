@@ -244,14 +244,15 @@ def holders(originals: Sequence[Any]) -> tuple[str, ...]:
     """
     found: set[str] = set()
     for referrer in gc.get_referrers(*originals):
-        if isinstance(referrer, types.CellType):
+        kind = type(referrer)  # not isinstance(): see `rebind`
+        if issubclass(kind, types.CellType):
             found.update(_closures_over(referrer))
-        elif isinstance(referrer, partial):
+        elif issubclass(kind, partial):
             found.add(f"a functools.partial of {getattr(referrer.func, '__qualname__', referrer.func)}")
-        elif isinstance(referrer, types.MethodType):
+        elif issubclass(kind, types.MethodType):
             found.add(f"the bound method {referrer.__func__.__qualname__} of a {type(referrer.__self__).__qualname__}")
-        elif isinstance(referrer, dict):
-            if not any(referrer.get("__wrapped__") is original for original in originals):
+        elif issubclass(kind, dict):
+            if not any(dict.get(referrer, "__wrapped__") is original for original in originals):
                 found.update(_owners_of_dict(referrer))
         elif _attributes(referrer) is not None:
             found.update(_instance(referrer))

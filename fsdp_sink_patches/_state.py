@@ -91,12 +91,21 @@ class Report:
         return tuple(status for status in self.patches if status.state.is_failure)
 
     def digest(self) -> str:
-        """16 hex characters over what must agree between processes: ids, versions, fingerprints, states, targets."""
+        """16 hex characters over what must agree between processes: ids, versions, fingerprints, states, owners.
+
+        Not file paths: nodes may have their environments in different places.
+        """
         import hashlib
         import json
 
         facts = [
-            [s.id, s.version, s.fingerprint, s.state, [[t.path, t.state, t.owner] for t in s.targets]]
+            [
+                s.id,
+                s.version,
+                s.fingerprint,
+                s.state,
+                [[t.path, t.state, t.owner.partition(" (")[0]] for t in s.targets],
+            ]
             for s in self.patches
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

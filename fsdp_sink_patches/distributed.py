@@ -51,9 +51,8 @@ def assert_same_everywhere(group: Any = None) -> Report:
             f"rank {rank}: {id}: found {facts.get(id)}, rank {reference[0]} has {reference[2].get(id)}"
             for id in differing
         ]
-    ours = report.failures
     raise PatchError(
-        ours,
+        report.failures,
         f"the patches differ between ranks ({counts[usual]} of {len(rows)} agree with rank {reference[0]}):\n"
         + "\n".join(lines)
         + "\nCall fsdp_sink_patches.apply() at the same place on every rank, with the same packages installed.",
@@ -62,7 +61,7 @@ def assert_same_everywhere(group: Any = None) -> Report:
 
 def _facts(report: Report) -> dict[str, str]:
     facts = {}
-    for status in report.patches:
-        targets = ", ".join(f"{target.path} {target.state} {target.owner}".strip() for target in status.targets)
-        facts[status.id] = f"{status.state} ({status.distribution} {status.version}, {status.fingerprint}; {targets})"
+    for patch in report.patches:
+        targets = ", ".join(f"{target.path} {target.state} {target.owner}".strip() for target in patch.targets)
+        facts[patch.id] = f"{patch.state} ({patch.distribution} {patch.version}, {patch.fingerprint}; {targets})"
     return facts

@@ -44,11 +44,12 @@ def main(argv: Sequence[str]) -> int:
 
     fsdp_sink_patches.apply()
     sys.argv = arguments
-    # python -m puts the working directory first on sys.path, python script.py the script's directory; so do we.
+    # python -m puts the working directory first on sys.path, python script.py the script's directory, -P neither.
+    safe = getattr(sys.flags, "safe_path", False)
     if as_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(target).resolve().parent)
+        sys.path[: 0 if safe else 1] = [] if safe else [str(Path(target).resolve().parent)]
         runpy.run_path(target, run_name="__main__")
     return 0
 

@@ -8,16 +8,22 @@ import os
 import sys
 
 
-def _apply():
+def _apply() -> None:
     if os.environ.get("FSDP_SINK_PATCHES", "").strip() == "none":
         return
     try:
         import fsdp_sink_patches.autoload  # noqa: F401
     except Exception as error:
-        print(f"fsdp_sink_patches.run: nothing was patched in this child process: {error!r}", file=sys.stderr)
+        import logging
+
+        logging.getLogger("fsdp_sink_patches").error(
+            "fsdp_sink_patches.run: nothing more was patched in this child process, which raised %r. "
+            "Fix that, or set FSDP_SINK_PATCHES=none.",
+            error,
+        )
 
 
-def _run_the_hidden_one():
+def _run_the_hidden_one() -> None:
     import importlib.machinery
     import importlib.util
 
