@@ -259,7 +259,7 @@ def compiled() -> Any:
     model, ids = _flash(), models.tokens(2, 20)
     expected = models.oracle_of(model)(input_ids=ids, use_cache=False).logits
     if fullgraph:
-        model.config._experts_implementation = "grouped_mm"
+        model.config._experts_implementation = "batched_mm"
     graph = torch.compile(model, backend="eager", fullgraph=fullgraph)
     actual = graph(input_ids=ids, use_cache=False).logits
     return {"logits": models.relative_error(actual, expected), "fullgraph": fullgraph}
@@ -276,7 +276,7 @@ def compiled_borders() -> Any:
     exact = models.oracle_of(model)
     expected = torch.cat([exact(input_ids=ids[:, columns]).logits for _, columns in _row(LENGTHS)], 1)
     if fullgraph:
-        model.config._experts_implementation = "grouped_mm"
+        model.config._experts_implementation = "batched_mm"
     borders = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     graph = torch.compile(model, backend="eager", fullgraph=fullgraph)
     actual = graph(
@@ -653,7 +653,7 @@ def eager_compiled() -> Any:
     exact = models.oracle_of(model)
     expected = torch.cat([exact(input_ids=ids[:, columns]).logits for _, columns in _row(LENGTHS)], 1)
     if fullgraph:
-        model.config._experts_implementation = "grouped_mm"
+        model.config._experts_implementation = "batched_mm"
     graph = torch.compile(model, backend="eager", fullgraph=fullgraph)
     actual = graph(input_ids=ids, position_ids=models.restarting(LENGTHS), use_cache=False).logits
     return {"logits": models.relative_error(actual, expected), "fullgraph": fullgraph}
@@ -815,6 +815,7 @@ def direct_without_sinks() -> Any:
 
     q, k, v = torch.randn(3, 1, 12, 4, 16, generator=torch.Generator().manual_seed(0))
     borders = torch.tensor([0, 5, 12], dtype=torch.int32)
+    flash_attn_interface.CALLS.clear()
     found = [
         flash_attn.flash_attn_func(q, k, v, causal=True),
         flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), 0.0, None, True),

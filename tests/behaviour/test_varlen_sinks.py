@@ -28,4 +28,4 @@ def test_upstream_has_no_such_argument(run: Callable[..., Results]) -> None:
 def test_without_sinks_the_packages_own_function_runs(run: Callable[..., Results]) -> None:
     found = run(*NAMES, apply=(*TRANSFORMERS, "flash-attn.varlen-sinks"), stub="fa2")["direct_without_sinks"]
     assert found == run(*NAMES, stub="fa2")["direct_without_sinks"]
-    assert set(found["calls"]) == FUNCTIONS
+    assert sorted(found["calls"]) == sorted(FUNCTIONS)
