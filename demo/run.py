@@ -254,11 +254,15 @@ def run_jobs(args: argparse.Namespace, console: Console) -> dict[str, dict[str, 
         return {job.name: evaluate(folder, lambda: progress.advance(oracle)) for job, folder in folders.items()}
 
 
-def check(*options: str, capture: bool) -> str:
-    """``python -m fsdp_sink_patches.check``: what it says about this machine."""
-    command = [sys.executable, "-m", "fsdp_sink_patches.check", *options]
-    output = subprocess.PIPE if capture else None
-    return subprocess.run(command, stdout=output, text=True, check=False, env=environment()).stdout or ""
+CHECK = [sys.executable, "-m", "fsdp_sink_patches.check"]
+
+
+def check() -> Any:
+    """The check's report on this machine, as JSON."""
+    done = subprocess.run([*CHECK, "--json"], capture_output=True, text=True, check=False, env=environment())
+    if done.returncode > 1 or not done.stdout:  # 1 is a finding, and is shown
+        raise RunFailedError(f"{' '.join(CHECK)} exited {done.returncode}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout)
 
 
 def main() -> int:
@@ -273,7 +277,7 @@ def main() -> int:
         "flash_attention_2_without_us": flash_without_us(),
         "seconds": round(time.perf_counter() - begin, 1),
         "runs": results,
-        "check": json.loads(check("--json", capture=True)),
+        "check": check(),
     }
     text = json.dumps(summary, indent=2) + "\n"
     (args.out / "results.json").write_text(text)
@@ -284,7 +288,7 @@ def main() -> int:
         console.print(
             f"flash_attention_2 without us: [red]{escape(str(summary['flash_attention_2_without_us']))}[/red]\n"
         )
-        check(capture=False)
+        subprocess.run(CHECK, check=False, env=environment())  # straight to the terminal, with its colours
         console.print(f"\n{args.out / 'errors.png'}: the two error curves. {args.out / 'results.json'}: every number.")
         verdict = "[green]right[/green]" if summary["right"] else "[red]wrong[/red]"
         console.print(f"The patched run is {verdict} at every measured step ({summary['seconds']:.0f} s in all).")

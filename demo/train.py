@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -169,13 +170,11 @@ def main() -> None:
     model = build_model(args.attn).to(device)
     # On a GPU the usual recipe: fp32 weights, bf16 compute, fp32 reduction.
     low = torch.bfloat16 if device.type == "cuda" else None
-    options = {
-        "mesh": init_device_mesh(device.type, (world,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
-    }
+    precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+    shard = partial(fully_shard, mesh=init_device_mesh(device.type, (world,)), mp_policy=precision)
     for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+        shard(layer)
+    shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     documents = texts()
