@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import logging
 import multiprocessing
@@ -124,6 +125,40 @@ def test_half_imported_module_is_applied_at_the_next_import_of_anything(world: W
     module = world.load()
     assert world.load("user").call(1) == 1001
     assert module.forward(1) == 1001
+
+
+def test_a_module_that_came_without_its_hook_is_found(world: World) -> None:
+    world.install()
+    world.patch()
+    fsp.apply()
+    name = f"{world.name}.attention"
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    path = spec.origin
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    assert module.forward(1) == 1
+    assert state() is State.APPLIED
+    assert module.forward(1) == 1001
+
+
+def test_imported_by_another_thread_between_look_and_hook(world: World) -> None:
+    """wrapt calls a hook at once for a module that is already there; the patch must not meet itself."""
+    world.install()
+    world.patch()
+    register = wrapt.importer.register_post_import_hook
+
+    def late(hook: Any, name: str) -> None:
+        world.load()
+        register(hook, name)
+
+    world.monkeypatch.setattr(wrapt.importer, "register_post_import_hook", late)
+    assert fsp.apply()["up.one"].state is State.APPLIED
+    assert len(list(depth(world.load().forward))) == 2
 
 
 def test_an_import_that_fails_leaves_the_patch_armed(world: World) -> None:
