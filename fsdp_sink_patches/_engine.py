@@ -319,6 +319,7 @@ def _advance(entry: _Entry, finished: str | None = None) -> None:
             return
         for path in [status.path for status in _look(entry) if status.state == "original"]:
             entry.retired.append(entry.slots.pop(path))
+        entry.match = None  # the file may have changed before it was reloaded
     waiting: list[str] = []
     ready: list[tuple[Target, types.ModuleType]] = []
     for target in entry.patch.targets:

@@ -189,6 +189,17 @@ def test_reload_is_seen_and_repaired(world: World) -> None:
     assert not hasattr(module.forward, "__wrapped__")
 
 
+def test_reload_of_an_edited_file_is_drift(world: World) -> None:
+    world.install()
+    world.patch()
+    fsp.apply()
+    module = world.load()
+    world.edit("attention", "def forward(x, *, scale=1):\n    return x * scale + 0\n")
+    importlib.reload(module)
+    assert fsp.apply()["up.one"].state is State.DRIFTED
+    assert module.forward(1) == 1
+
+
 def test_a_module_imported_again_is_seen(world: World) -> None:
     world.install()
     world.patch()
