@@ -467,6 +467,16 @@ def test_someone_elses_function_is_a_conflict_that_names_them(world: World, sour
         fsp.apply("up.one")
 
 
+def test_another_function_of_the_same_upstream_is_a_conflict(world: World) -> None:
+    world.install()
+    world.patch()
+    module, user = world.load(), world.load("user")
+    module.forward = user.call
+    status = fsp.apply()["up.one"]
+    assert status.state is State.CONFLICT
+    assert f"{world.name}.user" in status.reason
+
+
 def test_an_execed_function_is_a_conflict(world: World) -> None:
     world.install()
     world.patch()
@@ -504,7 +514,9 @@ def test_a_deleted_attribute_is_a_conflict(world: World) -> None:
 
 DECORATED = """
 import contextlib, functools, torchlike
-from .tools import deprecate
+from .tools import deprecate, proxied
+@proxied
+def own_proxy(x): return x
 @deprecate("x")
 def own(x): return x
 @functools.lru_cache(maxsize=None)
@@ -517,7 +529,9 @@ from .tools import imported
 assigned = deprecate("y")(lambda x: x)
 """
 TOOLS = """
-import functools
+import functools, wrapt
+@wrapt.decorator
+def proxied(wrapped, instance, args, kwargs): return wrapped(*args, **kwargs)
 def deprecate(name):
     def decorate(f):
         @functools.wraps(f)
@@ -537,8 +551,9 @@ def no_grad():
 """
 
 
-@pytest.mark.parametrize("name", ["own", "cached", "managed", "graded", "imported", "assigned"])
-def test_upstreams_own_decorators_are_no_conflict_and_foreign_ones_are(world: World, name: str) -> None:
+@pytest.mark.parametrize("source", [WRAPS, PROXY])
+@pytest.mark.parametrize("name", ["own", "own_proxy", "cached", "managed", "graded", "imported", "assigned"])
+def test_upstreams_own_decorators_are_no_conflict_and_foreign_ones_are(world: World, name: str, source: str) -> None:
     world.install(files={"attention.py": DECORATED, "tools.py": TOOLS})
     (world.folder / "torchlike.py").write_text(TORCHLIKE)
     world.patch(world.target(name, lambda original, *a: original(*a)))
@@ -546,7 +561,7 @@ def test_upstreams_own_decorators_are_no_conflict_and_foreign_ones_are(world: Wo
     status = fsp.apply()["up.one"]
     assert status.state is State.APPLIED, status.reason
     fsp.unapply()
-    setattr(module, name, foreign_function(WRAPS, original=getattr(module, name)))
+    setattr(module, name, foreign_function(source, original=getattr(module, name)))
     status = fsp.apply()["up.one"]
     assert status.state is State.CONFLICT
     assert "other_patcher.monkey_patch" in status.reason
@@ -745,7 +760,9 @@ def test_a_fork_inherits_state_and_gets_its_own_lock(world: World) -> None:
     queue = context.SimpleQueue()
 
     def child() -> None:
-        world.load("late")
+        thread = threading.Thread(target=world.load, args=("late",))
+        thread.start()
+        thread.join(20)  # with the parent's lock, another thread than the one that forked would wait for ever
         queue.put((fsp.status()["up.one"].state.value, world.load("late").other(1), world.load().forward(1)))
 
     process = context.Process(target=child)
