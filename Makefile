@@ -54,6 +54,12 @@ types: $(READY)
 nightly: $(READY)
 	$(BIN)/python tests/cells.py $(CELLS)
 
+bench: $(READY)
+	$(BIN)/python benchmarks/apply_cost.py
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(BIN)/python benchmarks/sink_attention.py; \
+	else echo "no CUDA device here: benchmarks/sink_attention.py (the kernels against eager and flex) was not run"; fi
+
 clean:
 	rm -rf $(VENV) build dist demo_out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
