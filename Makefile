@@ -9,7 +9,7 @@
 #
 #   PYTHON       interpreter for .venv, 3.11 or newer                                    (python3)
 #   VENV         where it goes                                                           (.venv)
-#   TORCH_INDEX  package index that torch, and only torch, is taken from. Without it torch comes from pip's own
+#   TORCH_INDEX  package index that torch, and torch alone, is taken from. Without it torch comes from pip's own
 #                configuration; on x86-64 Linux that is a CUDA build of several GB on most machines, so name the CPU
 #                wheel index given on PyTorch's install page here.
 #   PIP_ARGS     more arguments for every pip install, e.g. --find-links
@@ -33,7 +33,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"PYTHON={sys.executable} is {v[0]}.{v[1]}; the pinned transformers needs 3.11 or newer. Run: make PYTHON=python3.11 ...")'
 	@echo "setting up $(VENV) (once, a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) torch
 	$(PIP) --editable '.[test]'
 	@touch $@
 
@@ -53,6 +53,12 @@ types: $(READY)
 
 nightly: $(READY)
 	$(BIN)/python tests/cells.py $(CELLS)
+
+bench: $(READY)
+	$(BIN)/python benchmarks/apply_cost.py
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(BIN)/python benchmarks/sink_attention.py; \
+	else echo "no CUDA device here: benchmarks/sink_attention.py (the kernels against eager and flex) was not run"; fi
 
 clean:
 	rm -rf $(VENV) build dist demo_out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
