@@ -636,7 +636,7 @@ def test_someone_restored_upstreams_own(world: World) -> None:
 
 
 def test_a_none_guard_in_either_order_is_one_wrapper_of_ours(world: World) -> None:
-    """cases.md B9: a third party guards against None; whoever comes second must not double ours."""
+    """A third party guards against None; whoever comes second must not double ours."""
     guard = (
         "import functools\ndef wrap(f):\n    @functools.wraps(f)\n    def inner(x, **k):\n"
         "        return None if x is None else f(x, **k)\n    return inner\ntheirs = wrap(original)\n"
