@@ -8,7 +8,6 @@ Python is not this one runs on this one, and says so. Exit 1 if any cell failed.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
-
-from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,9 +24,21 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def installed(requirement: str) -> bool:
-    wanted = Requirement(requirement)
-    return wanted.specifier.contains(importlib.metadata.version(wanted.name), prereleases=True)
+# Run by each environment's own Python; prints the requirements it does not meet.
+UNMET = """
+import sys
+from importlib.metadata import version
+from packaging.requirements import Requirement
+for text in sys.argv[1:]:
+    wanted = Requirement(text)
+    if not wanted.specifier.contains(version(wanted.name), prereleases=True):
+        print(text)
+"""
+
+
+def unmet(python: Path, requirements: list[str]) -> list[str]:
+    command = [python, "-c", UNMET, *requirements]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
 def run_cell(name: str, cell: dict[str, Any], pytest_args: list[str]) -> bool:
@@ -47,10 +56,11 @@ def run_cell(name: str, cell: dict[str, Any], pytest_args: list[str]) -> bool:
         ).stdout.strip()  # fmt: skip
         # Everything else (torch, pytest, this package) comes from the environment that runs this script.
         (Path(site) / "everything_else.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-        missing = [wanted for wanted in cell["distributions"] if not installed(wanted)]
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        if missing:
-            subprocess.run([*pip, *missing], check=True)
+        if missing := unmet(python, cell["distributions"]):
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *missing], check=True)
+        if missing := unmet(python, cell["distributions"]):
+            print(f"    still not there after pip install: {', '.join(missing)}")
+            return False
         return subprocess.run([python, "-m", "pytest", "tests/behaviour", *pytest_args], cwd=ROOT).returncode == 0
 
 
