@@ -353,7 +353,7 @@ def _advance(entry: _Entry, finished: str | None = None) -> None:
     else:
         if entry.state is not State.DRIFTED:
             entry.traceback = None
-            entry.state = State.ARMED if waiting or not entry.slots else State.APPLIED
+            entry.state = State.ARMED if waiting or not (entry.slots or entry.skipped) else State.APPLIED
             entry.reason = _waiting_for(entry, waiting) if entry.state is State.ARMED else _note(entry)
     _announce(entry)
 
