@@ -1,0 +1,279 @@
+"""GPU validation: each patch measured in two processes, with it and without it, and the pair judged.
+
+``python -m fsdp_sink_patches._validate ID --device cuda --patched`` is the child: it applies that one patch (or none), calls
+``validate(device)`` of the patch's module and prints the `Measurement` as the last line of its output, as JSON. The
+process without the patch is the negative control: if it is right too, or as right, the validation proves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fsdp_sink_patches import _fingerprint, _records, _registry
+from fsdp_sink_patches._patch import Measurement, Patch
+
+COMPANIONS = ("transformers", "flash-attn", "flash-attn-3", "flash-attn-4")
+"""Distributions whose versions a record names, besides torch and triton."""
+
+
+# --- the child -----------------------------------------------------------------------------------------------------
+
+
+def measure(patch_id: str, device: str, patched: bool) -> dict[str, Any]:
+    """Measure in this process; meant for a fresh one. What an unpatched run raises is its result."""
+    import fsdp_sink_patches
+
+    validate: Callable[[str], Measurement] = _registry.module(patch_id).validate
+    if patched:
+        fsdp_sink_patches.apply(patch_id)
+        measured = validate(device)
+        fsdp_sink_patches.assert_applied(patch_id)
+        return as_json(measured)
+    try:
+        return as_json(validate(device))
+    except Exception as error:  # whatever upstream does without the patch is the negative control
+        return {"raises": without_paths(f"{type(error).__name__}: {error}".strip().split("\n")[0])}
+
+
+def as_json(measured: Measurement) -> dict[str, Any]:
+    """A measurement as plain data; numbers that are not finite become ``"nan"``, ``"inf"`` or ``"-inf"``."""
+    plain: dict[str, Any] = _plain(
+        {
+            "errors": measured.errors,
+            "limits": measured.limits,
+            "time_ms": float(measured.time_ms),
+            "peak_bytes": int(measured.peak_bytes),
+            "details": measured.details,
+        }
+    )
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return without_paths(value)
+    try:
+        number = float(value)  # a Python float, or a tensor or array of one element
+    except (TypeError, ValueError):
+        return without_paths(str(value))
+    return number if math.isfinite(number) else str(number)
+
+
+def without_paths(text: str) -> str:
+    """``text`` with every absolute path cut to its last part: a record names no folders, hosts or users."""
+    return re.sub(
+        r"(?<![\w.])(?:[A-Za-z]:)?(?:[\\/][^\s\\/'\":,;()]+){2,}", lambda m: re.split(r"[\\/]", m[0])[-1], text
+    )
+
+
+# --- the pair ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Both measurements of one patch, as plain data, and what they prove."""
+
+    patch: str
+    patched: dict[str, Any]
+    unpatched: dict[str, Any]
+
+    @property
+    def right(self) -> bool:
+        return is_right(self.patched)
+
+    @property
+    def control_fails(self) -> bool:
+        return "raises" in self.unpatched or ("errors" in self.unpatched and not is_right(self.unpatched))
+
+    @property
+    def proves(self) -> bool:
+        return self.right and self.control_fails
+
+    @property
+    def text(self) -> str:
+        if "crashed" in self.patched:
+            return f"failed: {self.patched['crashed']}"
+        if not self.right:
+            return "out of limits: " + ", ".join(over_limit(self.patched))
+        if "crashed" in self.unpatched:
+            return f"no negative control: the unpatched process did not finish: {self.unpatched['crashed']}"
+        if not self.control_fails:
+            return "proves nothing: the unpatched run is within the limits too"
+        return "validated"
+
+
+def is_right(measured: Mapping[str, Any]) -> bool:
+    """Every quantity within its limit, and at least one quantity."""
+    return bool(measured.get("limits")) and not over_limit(measured)
+
+
+def over_limit(measured: Mapping[str, Any]) -> list[str]:
+    errors = measured.get("errors", {})
+    # "not <=" and not ">": a NaN is out of limits.
+    return [
+        f"{name} {errors.get(name, 'not measured')} > {limit}"
+        for name, limit in measured.get("limits", {}).items()
+        if not float(errors.get(name, math.nan)) <= limit
+    ]
+
+
+def run_child(patch_id: str, device: str, patched: bool, timeout: float) -> dict[str, Any]:
+    """Measure in a child process; ``{"crashed": why}`` if it prints no measurement."""
+    command = [sys.executable, "-m", "fsdp_sink_patches._validate", patch_id, "--device", device]
+    command.append("--patched" if patched else "--unpatched")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FSDP_SINK_PATCHES")}
+    # The child applies by name; a sitecustomize of `fsdp_sink_patches.run` further up must not apply anything before it.
+    environment["FSDP_SINK_PATCHES"] = "none"
+    here = str(Path(__file__).resolve().parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [environment.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"crashed": f"no result after {timeout:g} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+    return {"crashed": f"{how}: {without_paths(last)}", "stderr": done.stderr}
+
+
+def validate(patch_id: str, device: str, timeout: float, step: Callable[[str], None]) -> Verdict:
+    """Both processes, one after the other; ``step`` is told before each what is running."""
+    step(f"{patch_id}, without the patch")
+    unpatched = run_child(patch_id, device, False, timeout)
+    step(f"{patch_id}, with the patch")
+    return Verdict(patch_id, run_child(patch_id, device, True, timeout), unpatched)
+
+
+# --- the record ----------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    """What a record says of the machine: versions and the card, no names or folders. Imports torch; needs CUDA."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": f"{major}.{minor}",
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": version("triton"),
+        **{name: version(name) for name in COMPANIONS},
+    }
+
+
+def driver() -> str | None:
+    """The NVIDIA driver's version, or None where ``nvidia-smi`` can't say."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):  # no tool, no driver, or a container without it: not known
+        return None
+    return done.stdout.strip().splitlines()[0].strip() or None
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cell_name(machine: Mapping[str, Any]) -> str:
+    """``"h200-torch2.11-transformers5.17"``: card, torch and transformers, to the minor version."""
+    card = re.sub(r"[^a-z0-9]+", "-", str(machine["gpu"]).lower().removeprefix("nvidia ")).strip("-")
+    short = {name: ".".join(str(machine[name]).split("+")[0].split(".")[:2]) for name in ("torch", "transformers")}
+    parts = [card, f"torch{short['torch']}"]
+    if machine["transformers"]:
+        parts.append(f"transformers{short['transformers']}")
+    return "-".join(parts)
+
+
+def record(verdict: Verdict, machine: Mapping[str, Any], cell: str) -> dict[str, Any]:
+    """The content of a record file. Only for a verdict that proves something."""
+    if not verdict.proves:
+        raise ValueError(f"{verdict.patch}: nothing to record: {verdict.text}")
+    patch = _registry.get(verdict.patch)
+    return {
+        "schema": _records.SCHEMA,
+        "patch": patch.id,
+        "cell": cell,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "package": package_version(),
+        "command": f"python -m fsdp_sink_patches.check --gpu {patch.id} --record --cell {cell}",
+        "upstream": {
+            "distribution": patch.distribution,
+            "version": version(patch.distribution),
+            "digests": {ref: _fingerprint.digest(ref) for ref in _fingerprint.refs(patch)},
+        },
+        "sources": _records.sources(patch),
+        "environment": dict(machine),
+        "patched": verdict.patched,
+        "unpatched": verdict.unpatched,
+    }
+
+
+def package_version() -> str:
+    """Our version; a bare checkout has no metadata, so there it is read from ``pyproject.toml``."""
+    found = version("fsdp-sink-patches")
+    if found is not None:
+        return found
+    project = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    match = (
+        re.search(r'^version = "(.+)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
+        if project.is_file()
+        else None
+    )
+    return match[1] if match else "unknown"
+
+
+def write(content: Mapping[str, Any], root: Path) -> Path:
+    """Write a record below ``root``; returns the file. OSError where that can't be written."""
+    path = root / str(content["patch"]) / f"{content['cell']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def validatable(patch: Patch) -> bool:
+    return callable(getattr(_registry.module(patch.id), "validate", None))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fsdp_sink_patches._validate")
+    parser.add_argument("id")
+    parser.add_argument("--device", default="cuda")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--patched", action="store_true")
+    which.add_argument("--unpatched", action="store_true")
+    options = parser.parse_args(arguments)
+    print(json.dumps(measure(options.id, options.device, options.patched), allow_nan=False), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Run a program with the patches applied, in it and in the Python processes it starts.
+
+    python -m fsdp_sink_patches.run train.py --its --own --arguments
+    python -m fsdp_sink_patches.run -m torch.distributed.run --nproc-per-node 8 train.py
+
+The program runs as ``__main__`` in this process with its own ``sys.argv``. A directory with a ``sitecustomize`` is put
+first on PYTHONPATH, so children (torchrun's workers, multiprocessing's spawn, local Ray workers) apply too; a
+``sitecustomize`` of the user's own still runs. Children started with ``-S``, ``-E`` or ``-I``, and workers on other
+nodes, are not reached: use `fsdp_sink_patches.autoload` there.
+
+Which patches: ``FSDP_SINK_PATCHES``, ``FSDP_SINK_PATCHES_DISABLE`` and ``FSDP_SINK_PATCHES_STRICT``.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+USAGE = "usage: python -m fsdp_sink_patches.run [-m] target args..."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``argv`` (without the interpreter and this module). Returns 2 for a usage error, else what remains is 0."""
+    arguments = list(argv)
+    as_module = arguments[:1] == ["-m"]
+    if as_module:
+        arguments.pop(0)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(f"{USAGE}\n\n{__doc__}")
+        return 0
+    if not arguments or arguments[0].startswith("-"):
+        print(f"{USAGE}\nexpected a script, or -m and a module; found {' '.join(argv) or 'nothing'}.", file=sys.stderr)
+        return 2
+    target = arguments[0]
+    if not as_module and not Path(target).exists():
+        print(f"{USAGE}\nno such file: {target!r}. A module needs -m before it.", file=sys.stderr)
+        return 2
+
+    prepare_children()
+    import fsdp_sink_patches
+
+    fsdp_sink_patches.apply()
+    sys.argv = arguments
+    # python -m puts the working directory first on sys.path, python script.py the script's directory, -P neither.
+    safe = getattr(sys.flags, "safe_path", False)
+    if as_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[: 0 if safe else 1] = [] if safe else [str(Path(target).resolve().parent)]
+        runpy.run_path(target, run_name="__main__")
+    return 0
+
+
+def prepare_children() -> None:
+    """Put the ``sitecustomize`` directory first on PYTHONPATH, and where this package lies, if nothing else has it."""
+    package = Path(__file__).resolve().parent
+    wanted = [str(package / "_children")]
+    root = str(package.parent)
+    site_packages = {
+        os.path.realpath(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))
+    }
+    if os.path.realpath(root) not in site_packages:
+        wanted.append(root)  # a bare checkout
+    old = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in wanted]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*wanted, *old])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""Scenarios run in child processes, each configuration once a session; tests look at what they measured."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from measured import CONTROL, RIGHT_UNDER_EAGER, RIGHT_UNDER_FLASH, SINGLE, TRANSFORMERS, Results
+from packaging.version import Version
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+@pytest.fixture(scope="session")
+def transformers_version() -> Version:
+    """Of the transformers that the children see, first on ``PYTHONPATH`` like here."""
+    return Version(metadata.version("transformers"))
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[..., Results]:
+    """``run(*names, apply=(), stub=None, after=False)``: what the scenarios measured in a process of their own."""
+    return functools.cache(_run)
+
+
+def _run(*names: str, apply: tuple[str, ...] = (), stub: str | None = None, after: bool = False) -> Results:
+    paths = [str(ROOT)]
+    command = [sys.executable, str(HERE / "scenarios.py"), "--apply", ",".join(apply)]
+    if stub is not None:
+        paths.insert(0, str(ROOT / "tests" / "stubs" / stub))
+        command.append("--flash")
+    if after:
+        command.append("--after")
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("FSDP_SINK_PATCHES")},
+        "PYTHONPATH": os.pathsep.join([*inherited, *paths]),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: Results = json.loads(done.stdout.strip().splitlines()[-1])
+    return results
+
+
+@pytest.fixture(scope="session")
+def patched(run: Callable[..., Results]) -> Results:
+    """Both transformers patches applied before transformers is imported; no flash package, no CUDA, no network."""
+    return run(*RIGHT_UNDER_FLASH, *RIGHT_UNDER_EAGER, *SINGLE, apply=TRANSFORMERS)
+
+
+@pytest.fixture(scope="session")
+def control(run: Callable[..., Results]) -> Results:
+    """The same without patches: what a user of upstream meets."""
+    return run(*CONTROL)
+
+
+@pytest.fixture(scope="session")
+def after(run: Callable[..., Results]) -> Results:
+    """Applied after the model class, and a module that bound the inner function by name, were imported."""
+    return run("packed", "packed_fa3", "ulysses", "eager_packed_by_default", "resolved", "sdpa_forced",
+               apply=TRANSFORMERS, after=True)  # fmt: skip

@@ -1,0 +1,41 @@
+"""Which scenarios there are, and what their numbers mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Results = dict[str, Any]
+
+TRANSFORMERS = ("transformers.flash-sinks", "transformers.gpt-oss-packed-masks")
+
+RIGHT = 1e-5
+"""Relative L2 of an fp32 run against fp64."""
+
+RIGHT_UNDER_FLASH = (
+    "packed", "packed_fa3", "packed_rows", "packed_and_padded", "starts_mid_document", "given_borders",
+    "padded_left", "padded_right", "checkpointed", "ulysses", "changed_in_place",
+)  # fmt: skip
+RIGHT_UNDER_EAGER = (
+    "eager_packed", "eager_packed_by_default", "eager_packed_all_ones", "eager_packed_rows",
+    "eager_packed_empty_cache", "eager_packed_and_padded",
+)  # fmt: skip
+SINGLE = (
+    "packed_fa4", "compiled", "compiled_borders", "generated", "derived_once", "autocast", "dropout", "resolved",
+    "refused", "sdpa_forced", "foreign_kernels", "sink_sources", "window", "wide_keys", "precise_sinks",
+    "unusual_arguments", "eager_embeddings", "eager_compiled", "eager_untouched", "flex_masks", "every_model",
+)  # fmt: skip
+CONTROL = (
+    *RIGHT_UNDER_FLASH, *RIGHT_UNDER_EAGER, "packed_fa4", "resolved", "refused", "sdpa_forced", "foreign_kernels",
+    "eager_embeddings", "eager_untouched", "flex_masks",
+)  # fmt: skip
+
+
+def errors(result: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of the logits, of the sinks' gradient, and the largest of any gradient."""
+    assert "raises" not in result, result["raises"]
+    return {name: result[name] for name in ("logits", "dsink", "gradient")}
+
+
+def fails(result: dict[str, Any]) -> bool:
+    """Raised, or off by more than any rounding."""
+    return "raises" in result or max(errors(result).values()) > 1e-2
