@@ -20,7 +20,8 @@ RIGHT_UNDER_EAGER = (
     "eager_packed_empty_cache", "eager_packed_and_padded",
 )  # fmt: skip
 SINGLE = (
-    "packed_fa4", "compiled", "compiled_borders", "generated", "loaded", "derived_once", "autocast", "dropout", "resolved",
+    "packed_fa4", "compiled", "compiled_borders", "generated", "loaded", "derived_once", "autocast", "dropout",
+    "resolved",
     "refused", "sdpa_forced", "foreign_kernels", "sink_sources", "window", "wide_keys", "precise_sinks",
     "unusual_arguments", "eager_embeddings", "eager_compiled", "eager_untouched", "flex_masks", "every_model",
     "validated_flash_sinks", "validated_packed_masks",
