@@ -183,10 +183,16 @@ def test_a_kernel_without_sinks_raises_instead_of_dropping(patched: Results, con
     assert patched["foreign_kernels"]["native"] == control["foreign_kernels"]["native"] == 1.0
 
 
-def test_models_without_sinks_are_unchanged_bit_for_bit(run: Callable[..., Results]) -> None:
+def test_models_without_sinks_are_unchanged_bit_for_bit(
+    run: Callable[..., Results], transformers_version: Version
+) -> None:
     found = run(*UNDER_FLASH_ATTN_2, apply=(*TRANSFORMERS, "flash-attn.varlen-sinks"), stub="fa2")["sinkless"]
+    control = run(*UNDER_FLASH_ATTN_2, stub="fa2")["sinkless"]
     assert "raises" not in found, found["raises"]
-    assert found == run(*UNDER_FLASH_ATTN_2, stub="fa2")["sinkless"]
+    if transformers_version == Version("5.6.0"):
+        assert "'NoneType' object has no attribute 'to'" in control["raises"]  # huggingface/transformers#45588
+    else:
+        assert found == control
     assert found.keys() == {"llama", "qwen3", "gemma3_text", "s_aux absent", "s_aux None"}
     assert found["s_aux absent"] == found["s_aux None"]
 
