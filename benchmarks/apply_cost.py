@@ -57,7 +57,7 @@ def seconds(code: str) -> list[float]:
 def wall(*arguments: str) -> float:
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *arguments], env=environment(), capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # 1: some patch is not in force here, which is an answer too
+    if done.returncode not in (0, 1) or not done.stdout:  # 1: a patch is not in force here, which is an answer too
         raise RuntimeError(done.stderr)
     return time.perf_counter() - start
 

@@ -180,6 +180,9 @@ def status() -> Report:
     with _lock:
         _add_entries(registered)
         _retry()
+        for entry in _entries.values():
+            if entry.wanted and entry.state is State.ARMED:
+                _advance(entry)  # a module may have come without its hook: put into sys.modules by hand, or by a loader
         return _report()
 
 
@@ -316,6 +319,7 @@ def _advance(entry: _Entry, finished: str | None = None) -> None:
             return
         for path in [status.path for status in _look(entry) if status.state == "original"]:
             entry.retired.append(entry.slots.pop(path))
+        entry.match = None  # the file may have changed before it was reloaded
     waiting: list[str] = []
     ready: list[tuple[Target, types.ModuleType]] = []
     for target in entry.patch.targets:
@@ -349,7 +353,7 @@ def _advance(entry: _Entry, finished: str | None = None) -> None:
     else:
         if entry.state is not State.DRIFTED:
             entry.traceback = None
-            entry.state = State.ARMED if waiting or not entry.slots else State.APPLIED
+            entry.state = State.ARMED if waiting or not (entry.slots or entry.skipped) else State.APPLIED
             entry.reason = _waiting_for(entry, waiting) if entry.state is State.ARMED else _note(entry)
     _announce(entry)
 
@@ -438,7 +442,11 @@ def _install(entry: _Entry, ready: list[tuple[Target, types.ModuleType]]) -> Non
 
 
 def _make(target: Target, raw: Any) -> Any:
-    """What takes the place of ``raw``."""
+    """What takes the place of ``raw``.
+
+    A value's replacement runs under our lock, so it must not import the upstream: another thread may hold the import
+    lock of that module and wait for ours.
+    """
     if target.kind == "value":
         return target.replacement(raw)
     if isinstance(raw, staticmethod | classmethod):
@@ -562,12 +570,14 @@ def _arm(name: str) -> None:
 def _imported(module: types.ModuleType) -> None:
     """wrapt calls this when a module that some patch waits for has been imported."""
     name = module.__name__
-    # Called from inside register_post_import_hook, another thread has begun or ended the import since we looked.
-    finished = None if getattr(_here, "registering", False) else name
+    if getattr(_here, "registering", False):
+        # Another thread has begun or ended this import since we looked, so wrapt calls at once; _advance looks again.
+        _hooked.discard(name)
+        return
     with _lock:
         _hooked.discard(name)
         _half_imported.discard(name)
-        _settle(name, finished)
+        _settle(name, finished=name)
 
 
 def _settle(name: str, finished: str | None = None) -> None:

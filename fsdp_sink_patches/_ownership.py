@@ -126,13 +126,12 @@ def foreign(at: Place, module: types.ModuleType, qualname: str) -> str | None:
             file
         )
         return None if same else owner(at.raw)
-    origin = _origin(value)
+    # A proxy forwards __code__, so ask the function that does its work.
+    origin = _origin(getattr(value, "_self_wrapper", value) if _is_proxy(value) else value)
     allowed = {module.__name__.partition(".")[0], *_decorator_packages(module, nodes)}
     if at.inherited:
         bases = [base for base in at.holder.__mro__ if at.name in vars(base)] if isinstance(at.holder, type) else []
         allowed.update(base.__module__.partition(".")[0] for base in bases[:1])
-    if _is_proxy(value):
-        return None if type(value).__module__.partition(".")[0] in allowed else owner(at.raw)
     return None if origin is None or origin in allowed else owner(at.raw)
 
 

@@ -111,8 +111,15 @@ def gpt_oss_config_setattr(original: Callable[..., None], self: Any, key: str, v
 def _admits(model: Any, name: str | None) -> bool:
     if name not in FLASH_NAMES or not passes_sinks(model.__class__):
         return False
-    # flash_attention_4 is a name from 5.4 on; where transformers does not know it, it says so itself.
-    return name in sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.valid_keys()
+    if name not in sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.valid_keys():
+        # 5.3 turns a flash name that it does not know into a hub kernel.
+        version = sys.modules["transformers"].__version__
+        raise ValueError(
+            f"transformers.flash-sinks: {model.config.model_type} asked for {name}, a name that transformers {version} "
+            'does not know (it came with 5.4). Use "flash_attention_2": with sinks it runs the best flash kernel that is '
+            "installed, flash-attn-4 included."
+        )
+    return True
 
 
 @functools.cache

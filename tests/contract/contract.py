@@ -179,6 +179,16 @@ def load():
 for step in steps:
     if step == "import":
         load()
+    elif step == "someone-else":
+        from fsdp_sink_patches import _ownership
+        for patch in registered.values():
+            target = next(t for t in patch.targets if not t.optional)
+            if target.module in sys.modules:
+                at = _ownership.place(sys.modules[target.module], target.qualname)
+                setattr(at.holder, at.name, lambda *args, **kwargs: None)
+    elif step == "other-source":
+        _fingerprint.shapes = lambda patch: ()
+        fsp.apply(disable=[id for id in _registry.patches() if id not in ids])
     elif step == "apply":
         fsp.apply(disable=[id for id in _registry.patches() if id not in ids], allow_drift=ids)
     else:
@@ -232,6 +242,15 @@ def order(steps: Iterable[str], result: list[Any]) -> list[str]:
         if count != wanted:
             wrong.append(f"{steps}: {path} is {count} wrappers deep, expected {wanted}")
     return wrong
+
+
+def refused(result: list[Any], expected: str) -> list[str]:
+    """What is wrong with one patch's result when it should have been refused: its state, or a target it still holds."""
+    state, reason, _, depth = result
+    wrong = [] if state == expected else [f"{state}, expected {expected}: {reason}"]
+    return wrong + [
+        f"{path} was patched all the same" for path, count in depth.items() if isinstance(count, int) and count
+    ]
 
 
 def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:

@@ -90,6 +90,17 @@ def test_every_order_of_import_apply_apply_unapply(steps: tuple[str, ...]) -> No
     assert {id: lines for id, lines in wrong.items() if lines} == {}
 
 
+@pytest.mark.parametrize(
+    ("steps", "state"),
+    [(("import", "someone-else", "apply"), "conflict"), (("import", "other-source"), "drifted")],
+    ids=["conflict", "drift"],
+)
+def test_refused_whole(steps: tuple[str, ...], state: str) -> None:
+    here = [id for id in IDS if installed_here(id)]
+    wrong = {id: contract.refused(results(steps)[id], state) for id in here}
+    assert {id: lines for id, lines in wrong.items() if lines} == {}
+
+
 # --- planted defects -----------------------------------------------------------------------------------------------
 
 GOOD = '''
@@ -141,6 +152,9 @@ def test_a_patch_that_does_not_hold_is_caught(tmp_path: Path) -> None:
     for broken in ({"planted_upstream:f": 2}, {"planted_upstream:f": 0}):
         assert contract.order(steps, [state, reason, targets, broken]) != []
     assert contract.order(steps, ["shadowed", "r", targets, {}]) != []
+    assert contract.refused(["conflict", "r", targets, {"planted_upstream:f": 0}], "conflict") == []
+    assert contract.refused(["conflict", "r", targets, {"planted_upstream:f": 1}], "conflict") != []
+    assert contract.refused(["applied", "r", targets, {}], "conflict") != []
     assert contract.order(("import", "apply", "unapply"), ["applied", "r", targets, {}]) != []
 
 

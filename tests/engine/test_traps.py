@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import logging
 import multiprocessing
@@ -126,6 +127,40 @@ def test_half_imported_module_is_applied_at_the_next_import_of_anything(world: W
     assert module.forward(1) == 1001
 
 
+def test_a_module_that_came_without_its_hook_is_found(world: World) -> None:
+    world.install()
+    world.patch()
+    fsp.apply()
+    name = f"{world.name}.attention"
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    path = spec.origin
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    assert module.forward(1) == 1
+    assert state() is State.APPLIED
+    assert module.forward(1) == 1001
+
+
+def test_imported_by_another_thread_between_look_and_hook(world: World) -> None:
+    """wrapt calls a hook at once for a module that is already there; the patch must not meet itself."""
+    world.install()
+    world.patch()
+    register = wrapt.importer.register_post_import_hook
+
+    def late(hook: Any, name: str) -> None:
+        world.load()
+        register(hook, name)
+
+    world.monkeypatch.setattr(wrapt.importer, "register_post_import_hook", late)
+    assert fsp.apply()["up.one"].state is State.APPLIED
+    assert len(list(depth(world.load().forward))) == 2
+
+
 def test_an_import_that_fails_leaves_the_patch_armed(world: World) -> None:
     world.install(files={"attention.py": "raise ImportError('not today')"})
     world.patch(known=False)
@@ -152,6 +187,17 @@ def test_reload_is_seen_and_repaired(world: World) -> None:
     fsp.unapply()
     assert module.forward(1) == 1
     assert not hasattr(module.forward, "__wrapped__")
+
+
+def test_reload_of_an_edited_file_is_drift(world: World) -> None:
+    world.install()
+    world.patch()
+    fsp.apply()
+    module = world.load()
+    world.edit("attention", "def forward(x, *, scale=1):\n    return x * scale + 0\n")
+    importlib.reload(module)
+    assert fsp.apply()["up.one"].state is State.DRIFTED
+    assert module.forward(1) == 1
 
 
 def test_a_module_imported_again_is_seen(world: World) -> None:
@@ -421,6 +467,16 @@ def test_someone_elses_function_is_a_conflict_that_names_them(world: World, sour
         fsp.apply("up.one")
 
 
+def test_another_function_of_the_same_upstream_is_a_conflict(world: World) -> None:
+    world.install()
+    world.patch()
+    module, user = world.load(), world.load("user")
+    module.forward = user.call
+    status = fsp.apply()["up.one"]
+    assert status.state is State.CONFLICT
+    assert f"{world.name}.user" in status.reason
+
+
 def test_an_execed_function_is_a_conflict(world: World) -> None:
     world.install()
     world.patch()
@@ -458,7 +514,9 @@ def test_a_deleted_attribute_is_a_conflict(world: World) -> None:
 
 DECORATED = """
 import contextlib, functools, torchlike
-from .tools import deprecate
+from .tools import deprecate, proxied
+@proxied
+def own_proxy(x): return x
 @deprecate("x")
 def own(x): return x
 @functools.lru_cache(maxsize=None)
@@ -471,7 +529,9 @@ from .tools import imported
 assigned = deprecate("y")(lambda x: x)
 """
 TOOLS = """
-import functools
+import functools, wrapt
+@wrapt.decorator
+def proxied(wrapped, instance, args, kwargs): return wrapped(*args, **kwargs)
 def deprecate(name):
     def decorate(f):
         @functools.wraps(f)
@@ -491,8 +551,9 @@ def no_grad():
 """
 
 
-@pytest.mark.parametrize("name", ["own", "cached", "managed", "graded", "imported", "assigned"])
-def test_upstreams_own_decorators_are_no_conflict_and_foreign_ones_are(world: World, name: str) -> None:
+@pytest.mark.parametrize("source", [WRAPS, PROXY])
+@pytest.mark.parametrize("name", ["own", "own_proxy", "cached", "managed", "graded", "imported", "assigned"])
+def test_upstreams_own_decorators_are_no_conflict_and_foreign_ones_are(world: World, name: str, source: str) -> None:
     world.install(files={"attention.py": DECORATED, "tools.py": TOOLS})
     (world.folder / "torchlike.py").write_text(TORCHLIKE)
     world.patch(world.target(name, lambda original, *a: original(*a)))
@@ -500,7 +561,7 @@ def test_upstreams_own_decorators_are_no_conflict_and_foreign_ones_are(world: Wo
     status = fsp.apply()["up.one"]
     assert status.state is State.APPLIED, status.reason
     fsp.unapply()
-    setattr(module, name, foreign_function(WRAPS, original=getattr(module, name)))
+    setattr(module, name, foreign_function(source, original=getattr(module, name)))
     status = fsp.apply()["up.one"]
     assert status.state is State.CONFLICT
     assert "other_patcher.monkey_patch" in status.reason
@@ -575,7 +636,7 @@ def test_someone_restored_upstreams_own(world: World) -> None:
 
 
 def test_a_none_guard_in_either_order_is_one_wrapper_of_ours(world: World) -> None:
-    """cases.md B9: a third party guards against None; whoever comes second must not double ours."""
+    """A third party guards against None; whoever comes second must not double ours."""
     guard = (
         "import functools\ndef wrap(f):\n    @functools.wraps(f)\n    def inner(x, **k):\n"
         "        return None if x is None else f(x, **k)\n    return inner\ntheirs = wrap(original)\n"
@@ -699,7 +760,9 @@ def test_a_fork_inherits_state_and_gets_its_own_lock(world: World) -> None:
     queue = context.SimpleQueue()
 
     def child() -> None:
-        world.load("late")
+        thread = threading.Thread(target=world.load, args=("late",))
+        thread.start()
+        thread.join(20)  # with the parent's lock, another thread than the one that forked would wait for ever
         queue.put((fsp.status()["up.one"].state.value, world.load("late").other(1), world.load().forward(1)))
 
     process = context.Process(target=child)
