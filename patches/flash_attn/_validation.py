@@ -32,17 +32,21 @@ def varlen_sinks(device: str) -> Measurement:
         assert actual.grad is not None
         assert wanted.grad is not None
         errors[name] = relative_error(actual.grad, wanted.grad)
-    q, k, v, dout, sinks, cu_seqlens = _inputs(TIMED_LENGTHS, device)
+    lengths = LENGTHS if device == "cpu" else TIMED_LENGTHS
+    q, k, v, dout, sinks, cu_seqlens = _inputs(lengths, device)
+    cuda = device == "cuda"
     times = []
     for _ in range(12):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        torch.autograd.backward(_call(q, k, v, sinks, cu_seqlens, max(TIMED_LENGTHS)), dout)
-        torch.cuda.synchronize()
+        torch.autograd.backward(_call(q, k, v, sinks, cu_seqlens, max(lengths)), dout)
+        if cuda:
+            torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begin))
-    details = {"documents": LENGTHS, "timed documents": TIMED_LENGTHS, "heads": (HEADS, KV_HEADS), "window": WINDOW}
-    peak = torch.cuda.max_memory_allocated()
+    details = {"documents": LENGTHS, "timed documents": lengths, "heads": (HEADS, KV_HEADS), "window": WINDOW}
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
     return Measurement(errors, dict.fromkeys(errors, 5e-3), statistics.median(times[2:]), peak, details)
 
 

@@ -116,8 +116,8 @@ def _admits(model: Any, name: str | None) -> bool:
         version = sys.modules["transformers"].__version__
         raise ValueError(
             f"transformers.flash-sinks: {model.config.model_type} asked for {name}, a name that transformers {version} "
-            'does not know (it came with 5.4). Use "flash_attention_2": with sinks it runs the best flash kernel that is '
-            "installed, flash-attn-4 included."
+            'does not know (it came with 5.4). Use "flash_attention_2": with sinks it runs the best flash kernel that '
+            "is installed, flash-attn-4 included."
         )
     return True
 

@@ -70,5 +70,5 @@ def control(run: Callable[..., Results]) -> Results:
 @pytest.fixture(scope="session")
 def after(run: Callable[..., Results]) -> Results:
     """Applied after the model class, and a module that bound the inner function by name, were imported."""
-    return run("packed", "packed_fa3", "ulysses", "eager_packed_by_default", "resolved", "sdpa_forced",
+    return run("packed", "packed_fa3", "ulysses", "eager_packed_by_default", "resolved", "sdpa_forced", "restored",
                apply=TRANSFORMERS, after=True)  # fmt: skip

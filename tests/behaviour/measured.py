@@ -20,20 +20,29 @@ RIGHT_UNDER_EAGER = (
     "eager_packed_empty_cache", "eager_packed_and_padded",
 )  # fmt: skip
 SINGLE = (
-    "packed_fa4", "compiled", "compiled_borders", "generated", "derived_once", "autocast", "dropout", "resolved",
+    "packed_fa4", "compiled", "compiled_borders", "generated", "loaded", "derived_once", "autocast", "dropout",
+    "resolved",
     "refused", "sdpa_forced", "foreign_kernels", "sink_sources", "window", "wide_keys", "precise_sinks",
     "unusual_arguments", "eager_embeddings", "eager_compiled", "eager_untouched", "flex_masks", "every_model",
+    "validated_flash_sinks", "validated_packed_masks",
 )  # fmt: skip
 CONTROL = (
     *RIGHT_UNDER_FLASH, *RIGHT_UNDER_EAGER, "packed_fa4", "resolved", "refused", "sdpa_forced", "foreign_kernels",
-    "eager_embeddings", "eager_untouched", "flex_masks",
+    "eager_embeddings", "eager_untouched", "flex_masks", "validated_flash_sinks", "validated_packed_masks",
 )  # fmt: skip
+UNDER_FLASH_ATTN_2 = ("packed", "sinkless", "direct_without_sinks", "direct", "validated_varlen_sinks")
+"""Run with the stub of flash-attn 2 on the path."""
 
 
 def errors(result: dict[str, Any]) -> dict[str, float]:
     """Relative errors of the logits, of the sinks' gradient, and the largest of any gradient."""
     assert "raises" not in result, result["raises"]
     return {name: result[name] for name in ("logits", "dsink", "gradient")}
+
+
+def proves(patched: dict[str, Any], control: dict[str, Any]) -> bool:
+    """A patch's own validation is right with the patch and fails without."""
+    return patched["right"] and ("raises" in control or not control["right"])
 
 
 def fails(result: dict[str, Any]) -> bool:

@@ -23,10 +23,13 @@ import torch
 from torch import Tensor
 
 import fsdp_sink_patches
+from fsdp_sink_patches import _registry
 
 SCENARIOS: dict[str, Callable[[], Any]] = {}
 CONNECTIONS: list[str] = []
 LOG: list[str] = []
+APPLIED: list[str] = []
+UPSTREAM: dict[str, Any] = {}
 LENGTHS = (11, 1, 20, 8)
 
 
@@ -50,11 +53,13 @@ def main() -> None:
         torch.version.cuda = "12.8"  # type: ignore[assignment]
     socket.socket.connect = _refuse  # type: ignore[method-assign,assignment]
     ids = [name for name in arguments.apply.split(",") if name]
+    APPLIED.extend(ids)
     if arguments.after:
         _import_models()
+        UPSTREAM.update(_held())
     if ids:
-        # Which sources are known is tested elsewhere; here the behaviour on this very release is.
-        fsdp_sink_patches.apply(*ids, allow_drift=ids)
+        _apply()
+        _apply()  # a second call changes nothing
     _import_models()
     results: dict[str, Any] = {}
     for name in arguments.names:
@@ -65,6 +70,33 @@ def main() -> None:
     if ids:
         fsdp_sink_patches.assert_applied(*ids)
     print(json.dumps(results))
+
+
+def _apply() -> None:
+    # Which sources are known is tested elsewhere; here the behaviour on this very release is.
+    fsdp_sink_patches.apply(*APPLIED, allow_drift=APPLIED)
+
+
+def _held() -> dict[str, Any]:
+    """What every place that holds one of the patched functions holds now."""
+    import transformers.integrations.flash_attention as layer
+    import transformers.integrations.sdpa_attention as sdpa
+    import transformers.modeling_flash_attention_utils as utils
+    import transformers.modeling_utils as modeling
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
+
+    mapping = modeling.AttentionInterface._global_mapping
+    return {
+        "inner": utils._flash_attention_forward,
+        "inner, by name": layer._flash_attention_forward,
+        "inner, in verl": sys.modules["verl_like"]._flash_attention_forward,
+        "layer": layer.flash_attention_forward,
+        "layer, registered": mapping["flash_attention_2"],
+        "sdpa": sdpa.sdpa_attention_forward,
+        "sdpa, registered": mapping["sdpa"],
+        "check": modeling.PreTrainedModel._check_and_adjust_attn_implementation,
+        "model": GptOssModel.forward,
+    }
 
 
 class _Keep(logging.Handler):
@@ -390,6 +422,22 @@ def resolved() -> Any:
 
 
 @scenario
+def loaded() -> Any:
+    """from_pretrained, as every trainer builds its model."""
+    import tempfile
+
+    import models
+    from transformers import AutoModelForCausalLM
+
+    model, ids = models.build("gpt_oss", "eager").eval(), models.tokens(2, 24)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        found = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flash_attention_2").float()
+    error = models.relative_error(found(input_ids=ids).logits, models.oracle_of(model)(input_ids=ids).logits)
+    return {"implementation": found.config._attn_implementation, "logits": error}
+
+
+@scenario
 def refused() -> Any:
     """Models whose attention is not plain attention, sdpa, and a model without sinks, where no package is installed."""
     import models
@@ -483,6 +531,18 @@ def sink_sources() -> Any:
     from transformers import LlamaForCausalLM, Qwen3Model
 
     return {"models": found, "sinkless": [passes_sinks(LlamaForCausalLM), passes_sinks(Qwen3Model)]}
+
+
+@scenario
+def restored() -> Any:
+    """Everything that held upstream's function holds ours, one deep; then upstream's again; then ours again."""
+    ours = _held()
+    one_deep = [name for name, function in ours.items() if function.__wrapped__ is not UPSTREAM[name]]
+    fsdp_sink_patches.unapply(*APPLIED)
+    kept = [name for name, function in _held().items() if function is not UPSTREAM[name]]
+    _apply()
+    missed = [name for name, function in _held().items() if function.__wrapped__ is not UPSTREAM[name]]
+    return {"not one deep": one_deep, "not restored": kept, "not applied again": missed, "then": packed()}
 
 
 # --- the layer's function by itself ----------------------------------------------------------------------------------
@@ -825,6 +885,29 @@ def direct_without_sinks() -> Any:
         flash_attn.flash_attn_varlen_kvpacked_func(q[0], torch.stack([k, v], 2)[0], borders, borders, 7, 7),
     ]
     return {"digest": _digest(*found), "calls": [name for name, _ in flash_attn_interface.CALLS]}
+
+
+# --- what check --gpu runs -------------------------------------------------------------------------------------------
+
+
+def _validated(patch: str) -> Any:
+    measured = _registry.module(patch).validate("cpu")
+    return {"right": measured.right, "errors": dict(measured.errors), "limits": dict(measured.limits)}
+
+
+@scenario
+def validated_flash_sinks() -> Any:
+    return _validated("transformers.flash-sinks")
+
+
+@scenario
+def validated_packed_masks() -> Any:
+    return _validated("transformers.gpt-oss-packed-masks")
+
+
+@scenario
+def validated_varlen_sinks() -> Any:
+    return _validated("flash-attn.varlen-sinks")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from measured import RIGHT, RIGHT_UNDER_FLASH, TRANSFORMERS, Results, errors, fails
+from measured import RIGHT, RIGHT_UNDER_FLASH, TRANSFORMERS, UNDER_FLASH_ATTN_2, Results, errors, fails, proves
 from packaging.version import Version
 
 FIRST = {
@@ -35,12 +35,18 @@ def test_right_when_applied_after_the_model_class(name: str, after: Results) -> 
     assert max(errors(after[name]).values()) <= RIGHT
 
 
+def test_applies_restores_and_applies_again(after: Results) -> None:
+    result = after["restored"]
+    assert max(errors(result.pop("then")).values()) <= RIGHT
+    assert result == {"not one deep": [], "not restored": [], "not applied again": []}
+
+
 @pytest.mark.parametrize("stub", ["fa2", "fa3", "fa4"])
 def test_right_with_a_flash_package_installed(
     stub: str, run: Callable[..., Results], transformers_version: Version
 ) -> None:
     name = {"fa2": "packed", "fa3": "packed_fa3", "fa4": "packed_fa4"}[stub]
-    names = (name, "sinkless", "direct_without_sinks", "direct") if stub == "fa2" else (name,)
+    names = UNDER_FLASH_ATTN_2 if stub == "fa2" else (name,)
     apply = (*TRANSFORMERS, "flash-attn.varlen-sinks") if stub == "fa2" else TRANSFORMERS
     found, control = run(*names, apply=apply, stub=stub), run(*names, stub=stub)
     if stub == "fa4" and transformers_version < Version("5.4"):
@@ -92,6 +98,10 @@ def test_verl_wrapper_is_called_by_every_layer(patched: Results, after: Results)
 def test_compiles(name: str, patched: Results, transformers_version: Version) -> None:
     result = patched[name]
     assert result == {"logits": pytest.approx(0, abs=RIGHT), "fullgraph": transformers_version >= Version("5")}
+
+
+def test_loads_a_checkpoint(patched: Results) -> None:
+    assert patched["loaded"] == {"implementation": "flash_attention_2", "logits": pytest.approx(0, abs=RIGHT)}
 
 
 def test_generation_with_every_cache(patched: Results) -> None:
@@ -174,9 +184,12 @@ def test_a_kernel_without_sinks_raises_instead_of_dropping(patched: Results, con
 
 
 def test_models_without_sinks_are_unchanged_bit_for_bit(run: Callable[..., Results]) -> None:
-    names = ("packed", "sinkless", "direct_without_sinks", "direct")
-    found = run(*names, apply=(*TRANSFORMERS, "flash-attn.varlen-sinks"), stub="fa2")["sinkless"]
+    found = run(*UNDER_FLASH_ATTN_2, apply=(*TRANSFORMERS, "flash-attn.varlen-sinks"), stub="fa2")["sinkless"]
     assert "raises" not in found, found["raises"]
-    assert found == run(*names, stub="fa2")["sinkless"]
+    assert found == run(*UNDER_FLASH_ATTN_2, stub="fa2")["sinkless"]
     assert found.keys() == {"llama", "qwen3", "gemma3_text", "s_aux absent", "s_aux None"}
     assert found["s_aux absent"] == found["s_aux None"]
+
+
+def test_its_own_validation_proves_it(patched: Results, control: Results) -> None:
+    assert proves(patched["validated_flash_sinks"], control["validated_flash_sinks"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from measured import RIGHT, RIGHT_UNDER_EAGER, Results, errors, fails
+from measured import RIGHT, RIGHT_UNDER_EAGER, Results, errors, fails, proves
 from packaging.version import Version
 
 
@@ -37,3 +37,7 @@ def test_rows_that_are_not_packed_run_upstreams_code(patched: Results, control: 
 def test_flex_block_masks(patched: Results, control: Results) -> None:
     assert patched["flex_masks"] == {"full": 0, "sliding": 0}
     assert min(control["flex_masks"].values()) > 0
+
+
+def test_its_own_validation_proves_it(patched: Results, control: Results) -> None:
+    assert proves(patched["validated_packed_masks"], control["validated_packed_masks"])

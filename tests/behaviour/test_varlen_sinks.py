@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from measured import RIGHT, TRANSFORMERS, Results
+from measured import RIGHT, TRANSFORMERS, UNDER_FLASH_ATTN_2, Results, proves
 
-NAMES = ("packed", "sinkless", "direct_without_sinks", "direct")
+APPLY = (*TRANSFORMERS, "flash-attn.varlen-sinks")
 FUNCTIONS = {
     f"flash_attn_{kind}func"
     for kind in ("", "qkvpacked_", "kvpacked_", "varlen_", "varlen_qkvpacked_", "varlen_kvpacked_")
@@ -14,7 +14,7 @@ FUNCTIONS = {
 
 
 def test_sinks_and_slots_are_exact(run: Callable[..., Results]) -> None:
-    found = run(*NAMES, apply=(*TRANSFORMERS, "flash-attn.varlen-sinks"), stub="fa2")["direct"]
+    found = run(*UNDER_FLASH_ATTN_2, apply=APPLY, stub="fa2")["direct"]
     assert "raises" not in found, found["raises"]
     assert found.pop("re-exported") is True
     assert found.keys() == {*FUNCTIONS, "slots", "slots and sinks"}
@@ -22,10 +22,15 @@ def test_sinks_and_slots_are_exact(run: Callable[..., Results]) -> None:
 
 
 def test_upstream_has_no_such_argument(run: Callable[..., Results]) -> None:
-    assert "unexpected keyword argument 's_aux'" in run(*NAMES, stub="fa2")["direct"]["raises"]
+    assert "unexpected keyword argument 's_aux'" in run(*UNDER_FLASH_ATTN_2, stub="fa2")["direct"]["raises"]
 
 
 def test_without_sinks_the_packages_own_function_runs(run: Callable[..., Results]) -> None:
-    found = run(*NAMES, apply=(*TRANSFORMERS, "flash-attn.varlen-sinks"), stub="fa2")["direct_without_sinks"]
-    assert found == run(*NAMES, stub="fa2")["direct_without_sinks"]
+    found = run(*UNDER_FLASH_ATTN_2, apply=APPLY, stub="fa2")["direct_without_sinks"]
+    assert found == run(*UNDER_FLASH_ATTN_2, stub="fa2")["direct_without_sinks"]
     assert sorted(found["calls"]) == sorted(FUNCTIONS)
+
+
+def test_its_own_validation_proves_it(run: Callable[..., Results]) -> None:
+    found, control = run(*UNDER_FLASH_ATTN_2, apply=APPLY, stub="fa2"), run(*UNDER_FLASH_ATTN_2, stub="fa2")
+    assert proves(found["validated_varlen_sinks"], control["validated_varlen_sinks"])
