@@ -168,7 +168,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
         return f"[{color}]{last[name][key]:.1e}[/{color}]"
 
     labels = {
-        "logprob_error": "log-prob error against the fp64 oracle (nats)",
+        "logprob_error": "log-prob error against fp64 oracle (nats)",
         "packed_against_alone": "packed against alone (nats)",
         "dsink_error": "gradient of the sinks, relative error",
     }
