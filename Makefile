@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread a process: the tests and the demo start two ranks each, and torch would take every core for each of them.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint types nightly bench clean
+.PHONY: setup demo test lint types tables nightly bench clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -41,7 +41,7 @@ demo: $(READY)
 	$(BIN)/python demo/run.py $(DEMO_ARGS)
 
 # pytest comes last: its closing line is what CI reads.
-test: lint types
+test: lint types tables
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(READY)
@@ -50,6 +50,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# The tables of README.md and compat_matrix/MATRIX.md say what the evidence says.
+tables: $(READY)
+	$(BIN)/python -m fsdp_sink_patches.matrix table --check
 
 nightly: $(READY)
 	$(BIN)/python tests/cells.py $(CELLS)

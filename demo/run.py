@@ -50,7 +50,7 @@ JOBS = (Job("unpatched", "eager", False, "#c0392b"), Job("patched", "flash_atten
 # another order than the oracle; bf16 has 8 bits, and now and then a token takes another expert.
 LIMITS = {
     "float32": {"logprob_error": 1e-4, "packed_against_alone": 1e-4, "dsink_error": 1e-3},
-    "bfloat16": {"logprob_error": 3e-2, "packed_against_alone": 3e-2, "dsink_error": 2e-1},
+    "bfloat16": {"logprob_error": 1e-2, "packed_against_alone": 1e-2, "dsink_error": 5e-2},
 }
 
 
@@ -66,7 +66,7 @@ def train(job: Job, args: argparse.Namespace, out: Path) -> Iterator[dict[str, A
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
         str(HERE / "train.py"), "--attn", job.attn_implementation, "--steps", str(args.steps),
         "--measure-every", str(args.measure_every), "--seq-len", str(args.seq_len), "--device", args.device,
-        "--out", str(out), *(["--patched"] if job.patched else []),
+        "--dtype", args.dtype, "--out", str(out), *(["--patched"] if job.patched else []),
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment())
@@ -168,7 +168,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
         return f"[{color}]{last[name][key]:.1e}[/{color}]"
 
     labels = {
-        "logprob_error": "log-prob error against the fp64 oracle (nats)",
+        "logprob_error": "log-prob error against fp64 oracle (nats)",
         "packed_against_alone": "packed against alone (nats)",
         "dsink_error": "gradient of the sinks, relative error",
     }
@@ -225,11 +225,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--measure-every", type=int, default=10)
     parser.add_argument("--seq-len", type=int, help="tokens a row (CPU 512, CUDA 4096)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=list(LIMITS), help="compute dtype (CPU float32, CUDA bfloat16)")
     parser.add_argument("--ranks", type=int, help="processes (CPU 2, CUDA 1)")
     parser.add_argument("--out", type=Path, default=Path("demo_out"))
     parser.add_argument("--json", action="store_true", help="print the results as JSON, and nothing else, on stdout")
     args = parser.parse_args()
     args.seq_len = args.seq_len or (4096 if args.device == "cuda" else 512)
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     args.ranks = args.ranks or (1 if args.device == "cuda" else 2)
     return args
 

@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--measure-every", type=int, default=10)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="compute dtype (CPU float32, CUDA bfloat16)")
     parser.add_argument("--out", type=Path, default=Path("demo_out/train"))
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -169,8 +170,8 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build_model(args.attn).to(device)
     # On a GPU the usual recipe: fp32 weights, bf16 compute, fp32 reduction.
-    low = torch.bfloat16 if device.type == "cuda" else None
-    precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     shard = partial(fully_shard, mesh=init_device_mesh(device.type, (world,)), mp_policy=precision)
     for layer in model.model.layers:
         shard(layer)
@@ -211,7 +212,7 @@ def main() -> None:
             "attn_implementation": args.attn,
             "patched": args.patched,
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "compute_dtype": str(low or torch.float32).removeprefix("torch."),
+            "compute_dtype": str(dtype).removeprefix("torch."),
             "ranks": world,
             "seq_len": args.seq_len,
             "documents_per_row": [len(r.documents()) for r in held_out],

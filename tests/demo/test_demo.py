@@ -114,6 +114,6 @@ def test_nothing_is_predicted_across_a_border(train: Any) -> None:
 
 def test_a_failed_run_says_so(driver: Any, tmp_path: Path) -> None:
     job = driver.Job("broken", "no_such_attention", False, "black")
-    args = driver.argparse.Namespace(steps=1, measure_every=1, seq_len=64, device="cpu", ranks=1)
+    args = driver.argparse.Namespace(steps=1, measure_every=1, seq_len=64, device="cpu", dtype="float32", ranks=1)
     with pytest.raises(driver.RunFailedError, match=r"the broken run exited [\s\S]*no_such_attention"):
         list(driver.train(job, args, tmp_path))
