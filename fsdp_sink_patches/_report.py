@@ -6,15 +6,20 @@ import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_sink_patches import _fingerprint, _records
 from fsdp_sink_patches._fingerprint import Match
 from fsdp_sink_patches._patch import Patch
+from fsdp_sink_patches._state import PatchStatus, State
+
+if TYPE_CHECKING:
+    from fsdp_sink_patches._validate import Verdict
 
 SCHEMA = 1
 
@@ -23,8 +28,10 @@ STYLES = {
     "armed": "green",
     "known": "green",
     "validated": "green",
+    "right": "green",
     "disabled": "dim",
     "absent": "dim",
+    "skipped": "dim",
     "inapplicable": "yellow",
     "obsolete": "yellow",
     "allowed": "yellow",
@@ -34,7 +41,11 @@ STYLES = {
     "shadowed": "bold red",
     "failed": "bold red",
     "unknown": "bold red",
+    "out": "bold red",
+    "no": "bold red",
+    "proves": "bold red",
 }
+"""Styles of a table cell by its first word."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +53,23 @@ class Row:
     """One patch here.
 
     Args:
-        state: one of the ten states; under ``--static`` a prediction, and ``armed`` means "would apply".
+        status: the engine's word; under ``--static`` a prediction, and ``armed`` means "would apply".
         fails: this row makes the exit code 1.
-        match: the source found against the shapes known; None where the upstream is not installed.
-        stale: references to the original that were found elsewhere, as the engine names them.
+        match: the source found against the shapes known; None where the upstream is not installed or can't be read.
+        record: what the GPU records say; None where there is no ``match`` to compare them with.
+        notes: what the check itself has to add to the engine's reason.
     """
 
     patch: Patch
-    state: str
-    version: str | None
-    fingerprint: str | None
-    reason: str
+    status: PatchStatus
     fails: bool
     match: Match | None = None
     record: _records.RecordState | None = None
-    stale: tuple[str, ...] = ()
-    traceback: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        return " ".join(filter(None, [self.status.reason, *self.notes]))
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,9 @@ class CheckReport:
     @property
     def exit_code(self) -> int:
         return int(any(row.fails for row in self.rows))
+
+    def state(self, row: Row) -> str:
+        return "armed (would apply)" if self.static and row.status.state is State.ARMED else str(row.status.state)
 
     def as_json(self) -> dict[str, Any]:
         """``compat_matrix/schema/check.schema.json``."""
@@ -90,7 +105,7 @@ class CheckReport:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    patch = row.patch
+    patch, status = row.patch, row.status
     return {
         "id": patch.id,
         "gives": patch.gives,
@@ -99,17 +114,17 @@ def _row_json(row: Row) -> dict[str, Any]:
         "requires": patch.requires,
         "fixed_in": patch.fixed_in,
         "distribution": patch.distribution,
-        "version": row.version,
-        "fingerprint": row.fingerprint,
-        "state": row.state,
+        "version": status.version,
+        "fingerprint": status.fingerprint,
+        "state": str(status.state),
         "fails": row.fails,
         "reason": row.reason,
         "known_releases": [version for shape in _fingerprint.shapes(patch) for version in shape.versions],
         "targets": [_symbol(t.path, t.optional, row.match) for t in patch.targets],
         "relies_on": [_symbol(ref.removesuffix("?"), ref.endswith("?"), row.match) for ref in patch.relies_on],
         "drift": drift(row),
-        "stale_references": list(row.stale),
-        "traceback": row.traceback,
+        "stale_references": list(status.stale),
+        "traceback": status.traceback,
         "gpu_record": None if row.record is None else _record_json(row.record),
     }
 
@@ -136,24 +151,22 @@ def _record_json(state: _records.RecordState) -> dict[str, Any]:
 
 
 def drift(row: Row) -> list[dict[str, Any]]:
-    """Each symbol that differs from the nearest known shape: what was found, what was expected, and where each is known."""
+    """Each symbol that differs from the nearest known shape: what was found and what was expected, and where each is
+    known from. Empty where the source is known or was not asked about."""
     match = row.match
-    if match is None or match.known:
+    if match is None or row.status.fingerprint not in ("unknown", "allowed"):
         return []
     shapes = _fingerprint.shapes(row.patch)
-    found = []
-    for ref in match.changed:
-        expected = None if match.shape is None else match.shape.digests.get(ref)
-        found.append(
-            {
-                "ref": ref,
-                "found": match.digests[ref],
-                "found_in": [v for s in shapes if s.digests.get(ref) == match.digests[ref] for v in s.versions],
-                "expected": expected,
-                "expected_in": [] if match.shape is None else list(match.shape.versions),
-            }
-        )
-    return found
+    return [
+        {
+            "ref": ref,
+            "found": match.digests[ref],
+            "found_in": [v for s in shapes if s.digests.get(ref) == match.digests[ref] for v in s.versions],
+            "expected": None if match.shape is None else match.shape.digests.get(ref),
+            "expected_in": [] if match.shape is None else list(match.shape.versions),
+        }
+        for ref in match.changed
+    ]
 
 
 # --- text ----------------------------------------------------------------------------------------------------------
@@ -165,13 +178,14 @@ class Output:
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
         self._buffer = io.StringIO()
-        if self._terminal:
-            self.console = Console(highlight=False)
-        else:
-            self.console = Console(file=self._buffer, width=10_000, color_system=None, force_terminal=False, highlight=False)
+        self._console = (
+            Console(highlight=False)
+            if self._terminal
+            else Console(file=self._buffer, width=10_000, color_system=None, force_terminal=False, highlight=False)
+        )
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        self.console.print(Text(text, style=style or ""), soft_wrap=True)
+        self._console.print(Text(text, style=style or ""), soft_wrap=True)
         self._flush()
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -> None:
@@ -179,10 +193,8 @@ class Output:
         for name in header:
             table.add_column(name, overflow="fold", no_wrap=not self._terminal)
         for row in rows:
-            table.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0], "")) for cell in row))
-        from rich.padding import Padding
-
-        self.console.print(Padding(table, (0, 0, 0, indent)))
+            table.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0].rstrip(":,"), "")) for cell in row))
+        self._console.print(Padding(table, (0, 0, 0, indent)))
         self._flush()
 
     def _flush(self) -> None:
@@ -195,7 +207,8 @@ class Output:
 
 def print_report(report: CheckReport, out: Output) -> None:
     out.line(environment_line(report))
-    out.line("upstreams: " + ", ".join(f"{name} {found or 'not installed'}" for name, found in report.upstreams.items()))
+    found = (f"{name} {version or 'not installed'}" for name, version in report.upstreams.items())
+    out.line("upstreams: " + ", ".join(found))
     if report.backends is not None:
         out.line("attention backends, best first:")
         for name, why in report.backends.items():
@@ -207,20 +220,19 @@ def print_report(report: CheckReport, out: Output) -> None:
             (
                 row.patch.id,
                 row.patch.gives,
-                f"{row.patch.distribution} {row.version or '-'}",
-                row.fingerprint or "-",
-                "armed (would apply)" if report.static and row.state == "armed" else row.state,
+                f"{row.patch.distribution} {row.status.version or '-'}",
+                row.status.fingerprint or "-",
+                report.state(row),
                 str(row.record) if row.record is not None else "-",
             )
             for row in report.rows
         ],
     )
-    notes = [(row, row.reason) for row in report.rows if row.reason and (row.fails or row.state not in ("applied", "armed"))]
-    notes += [(row, f"still held elsewhere: {', '.join(row.stale)}") for row in report.rows if row.stale]
-    if notes:
+    told = [row for row in report.rows if row.reason and not (report.static and row.status.state is State.ARMED)]
+    if told:
         out.line()
-    for row, text in notes:
-        out.line(f"{row.patch.id}: {text}", "red" if row.fails else None)
+    for row in told:
+        out.line(f"{row.patch.id}: {row.reason}", "red" if row.fails else None)
     failing = [row.patch.id for row in report.rows if row.fails]
     if failing:
         out.line()
@@ -231,32 +243,37 @@ def environment_line(report: CheckReport) -> str:
     here = report.environment
     parts = [f"fsdp-sink-patches {report.package}", f"python {here['python']}"]
     if here["torch_error"]:
-        parts.append(f"torch {here['torch']} (can't be imported: {here['torch_error']})")
+        parts.append(f"torch {here['torch']} (does not work here: {here['torch_error']})")
     elif here["torch"] is None:
         parts.append("torch not installed")
     else:
-        parts += [f"torch {here['torch']}", f"CUDA {here['cuda']}" if here["cuda"] else "built without CUDA"]
+        parts.append(f"torch {here['torch']}")
+        if not report.static:
+            parts.append(f"CUDA {here['cuda']}" if here["cuda"] else "built without CUDA")
     if here["gpus"] is None:
-        parts.append("GPU not looked at (--static)")
+        parts.append("GPU not looked at")
     else:
         cards = [f"{gpu['name']} (capability {gpu['capability']})" for gpu in here["gpus"]]
         parts += [f"{cards.count(card)} x {card}" for card in dict.fromkeys(cards)] or ["no GPU"]
     return ", ".join(parts)
 
 
-def print_explanation(row: Row, why: str, static: bool, out: Output) -> None:
-    patch = row.patch
+def print_explanation(report: CheckReport, row: Row, why: str, out: Output) -> None:
+    patch, status = row.patch, row.status
     out.line(f"{patch.id}: {patch.gives}", "bold")
     out.line()
     for line in why.strip().splitlines():
         out.line(f"  {line}" if line else "")
     out.line()
-    out.line(f"upstream     {patch.distribution} {row.version or '(not installed)'}; the patch is for {patch.requires}")
+    out.line(
+        f"upstream     {patch.distribution} {status.version or '(not installed)'}; the patch is for {patch.requires}"
+    )
     out.line(f"link         {patch.link}")
     out.line(f"remove when  {patch.remove_when}" + (f" (fixed in {patch.fixed_in})" if patch.fixed_in else ""))
-    state = "armed (would apply)" if static and row.state == "armed" else row.state
-    out.line(f"state        {state}" + (f": {row.reason}" if row.reason else ""), STYLES.get(row.state))
-    out.line(f"source       {row.fingerprint or 'not looked at'}")
+    out.line(
+        f"state        {report.state(row)}" + (f": {row.reason}" if row.reason else ""), STYLES[status.state.value]
+    )
+    out.line(f"fingerprint  {status.fingerprint or '-'}")
     out.line(f"GPU record   {row.record if row.record is not None else '-'}")
     for title, refs in (
         ("replaces", [(t.path, t.optional) for t in patch.targets]),
@@ -265,28 +282,30 @@ def print_explanation(row: Row, why: str, static: bool, out: Output) -> None:
         if refs:
             out.line()
             out.line(title, "bold")
-            out.table(("symbol", "where"), [(ref, _where(ref, optional, row.match)) for ref, optional in refs], indent=2)
+            rows = [(ref, _where(ref, optional, row.match)) for ref, optional in refs]
+            out.table(("symbol", "where"), rows, indent=2)
     changes = drift(row)
     if changes:
+        nearest = _span(changes[0]["expected_in"])
         out.line()
-        nearest = row.match.shape.versions if row.match is not None and row.match.shape is not None else ()
-        out.line(f"differs from the nearest source we know ({_span(nearest)})" if nearest else "no source is known", "bold")
-        out.table(
-            ("symbol", "found", "which is known from", "expected"),
-            [(c["ref"], c["found"], _span(c["found_in"]) or "nowhere", c["expected"] or "-") for c in changes],
-            indent=2,
+        out.line(
+            f"differs from the nearest source we know, that of {nearest}" if nearest else "no source is known", "bold"
         )
+        for change in changes:
+            out.line(f"  {change['ref']}")
+            out.line(f"  - expected {change['expected'] or 'nothing recorded'}  {nearest}".rstrip(), "red")
+            out.line(f"  + found    {change['found']}  {_span(change['found_in']) or 'in no release we know'}", "green")
     for line in advice(row):
         out.line()
         out.line(line)
-    if row.stale:
+    if status.stale:
         out.line()
         out.line("the original is still held by", "bold")
-        for name in row.stale:
+        for name in status.stale:
             out.line(f"  {name}")
-    if row.traceback:
+    if status.traceback:
         out.line()
-        out.line(row.traceback.rstrip())
+        out.line(status.traceback.rstrip())
 
 
 def _where(ref: str, optional: bool, match: Match | None) -> str:
@@ -306,30 +325,97 @@ def _span(versions: Sequence[str]) -> str:
 
 def advice(row: Row) -> list[str]:
     """What the user can do about this row; empty when there is nothing to do."""
-    patch, name = row.patch, f"{row.patch.distribution}=={row.version}"
-    match row.state:
-        case "drifted":
-            known = [version for shape in _fingerprint.shapes(patch) for version in shape.versions]
-            if row.version in known:
-                return [
-                    f"{name} as released is known, so the installed files were changed after installing. To be rid of that: "
-                    f"pip install --force-reinstall --no-deps {name}"
-                ]
-            lines = [
-                f"To see what changed in the source: python -m fsdp_sink_patches.matrix refresh {name}. If the patch is still "
-                "right for it, the same command with --accept adds it.",
-                f"To apply it all the same, at your own risk: apply(allow_drift=({patch.id!r},)), or check --allow-drift {patch.id}.",
-            ]
-            return lines
-        case "conflict" | "shadowed":
+    patch, name = row.patch, f"{row.patch.distribution}=={row.status.version}"
+    match row.status.state:
+        case State.DRIFTED if row.status.version in {v for s in _fingerprint.shapes(patch) for v in s.versions}:
+            why = f"{name} as released is known, so the installed files were changed after installing. To be rid of that: "
+            return [why + f"pip install --force-reinstall --no-deps {name}"]
+        case State.DRIFTED:
+            see = f"To see what changed in the source: python -m fsdp_sink_patches.matrix refresh {name}. If the patch "
+            anyway = (
+                f"To apply it all the same, at your own risk: apply(allow_drift=({patch.id!r},)); to try that here: "
+            )
             return [
-                "Someone else assigns the same attribute. Apply ours after theirs, or switch one of the two off: "
-                f"FSDP_SINK_PATCHES_DISABLE={patch.id}."
+                see + "is still right for it, the same command with --accept adds it.",
+                anyway + f"python -m fsdp_sink_patches.check --allow-drift {patch.id}",
             ]
-        case "obsolete":
+        case State.CONFLICT | State.SHADOWED:
+            first = (
+                "Someone else assigns the same attribute. Apply ours at another time, or switch one of the two off: "
+            )
+            return [first + f"FSDP_SINK_PATCHES_DISABLE={patch.id}."]
+        case State.OBSOLETE:
             return [f"{patch.distribution} {patch.fixed_in} and newer need no patch: delete it."]
-        case "inapplicable":
+        case State.INAPPLICABLE:
             return [f"Install a release that satisfies {patch.requires} to have it."]
-        case "failed":
+        case State.FAILED:
             return ["The traceback below is ours to fix: please report it with the output of check --json."]
-    return []
+        case _:
+            return []
+
+
+# --- the GPU validation --------------------------------------------------------------------------------------------
+
+
+def print_verdicts(verdicts: Sequence[Verdict], device: str, out: Output) -> None:
+    """One row a quantity: the error with the patch, its limit, the error without; then what both cost."""
+    rows = []
+    for verdict in verdicts:
+        names = list(verdict.patched.get("limits", {})) or ["-"]
+        for index, name in enumerate(names):
+            rows.append(
+                (
+                    verdict.patch if index == 0 else "",
+                    name,
+                    _error(verdict.patched, name),
+                    _number(verdict.patched.get("limits", {}).get(name)),
+                    _error(verdict.unpatched, name),
+                    verdict.text if index == 0 else "",
+                )
+            )
+    out.table(("patch", "quantity", "error", "limit", "without the patch", "verdict"), rows)
+    out.line()
+    out.table(
+        ("patch", "time", "without it", "peak memory", "without it", "timed"),
+        [
+            (
+                verdict.patch,
+                _time(verdict.patched),
+                _time(verdict.unpatched),
+                _peak(verdict.patched),
+                _peak(verdict.unpatched),
+                str(verdict.patched.get("details", {}).get("timed", "-")),
+            )
+            for verdict in verdicts
+        ],
+    )
+    for verdict in verdicts:
+        for which, measured in (("without the patch", verdict.unpatched), ("with the patch", verdict.patched)):
+            if "raises" in measured:
+                out.line()
+                out.line(f"{verdict.patch}, {which}, raises: {measured['raises']}")
+            if measured.get("stderr"):
+                out.line()
+                out.line(f"{verdict.patch}, {which}, the last lines on stderr of its process:")
+                for line in measured["stderr"].strip().splitlines()[-40:]:
+                    out.line(f"  {line}")
+
+
+def _error(measured: Mapping[str, Any], name: str) -> str:
+    if "raises" in measured:
+        return "raises " + str(measured["raises"]).partition(":")[0]
+    if "crashed" in measured:
+        return "no result"
+    return _number(measured["errors"].get(name))
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{float(value):.2e}"
+
+
+def _time(measured: Mapping[str, Any]) -> str:
+    return f"{float(measured['time_ms']):.1f} ms" if "time_ms" in measured else "-"
+
+
+def _peak(measured: Mapping[str, Any]) -> str:
+    return f"{measured['peak_bytes'] / 2**20:.0f} MiB" if measured.get("peak_bytes") else "-"
