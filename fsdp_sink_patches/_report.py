@@ -328,7 +328,7 @@ def advice(row: Row) -> list[str]:
     patch, name = row.patch, f"{row.patch.distribution}=={row.status.version}"
     match row.status.state:
         case State.DRIFTED if row.status.version in {v for s in _fingerprint.shapes(patch) for v in s.versions}:
-            why = f"{name} as released is known, so the installed files were changed after installing. To be rid of that: "
+            why = f"{name} as released is known, so the installed files were changed after installing. To undo that: "
             return [why + f"pip install --force-reinstall --no-deps {name}"]
         case State.DRIFTED:
             see = f"To see what changed in the source: python -m fsdp_sink_patches.matrix refresh {name}. If the patch "

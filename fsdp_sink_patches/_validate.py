@@ -83,9 +83,10 @@ def _plain(value: Any) -> Any:
 
 def without_paths(text: str) -> str:
     """``text`` with every absolute path cut to its last part: a record names no folders, hosts or users."""
-    return re.sub(
-        r"(?<![\w.])(?:[A-Za-z]:)?(?:[\\/][^\s\\/'\":,;()]+){2,}", lambda m: re.split(r"[\\/]", m[0])[-1], text
-    )
+    text = text.replace("file://", "")
+    # Not the slashes of a URL: "//" opens no path, and what follows a host follows a letter.
+    path = r"(?<![\w./\\])(?!//)(?:[A-Za-z]:)?(?:[\\/][^\s\\/'\":,;()]+){2,}"
+    return re.sub(path, lambda found: re.split(r"[\\/]", found[0])[-1], text)
 
 
 # --- the pair ------------------------------------------------------------------------------------------------------

@@ -131,9 +131,7 @@ def look(*, static: bool = False, strict: bool = False, allow_drift: Collection[
             report, notes = _apply_here(allow_drift)
             environment = _environment()
             if environment["torch"] and not environment["torch_error"]:
-                from fsdp_sink_patches.ops import sink_attention
-
-                backends = sink_attention.backends()
+                backends = _backends()
     rows = [_row(status, strict, static, notes.get(status.id, [])) for status in report.patches]
     names = dict.fromkeys([*(row.patch.distribution for row in rows), *_validate.COMPANIONS, "triton"])
     return CheckReport(
@@ -236,6 +234,14 @@ def _environment() -> dict[str, Any]:
     return here
 
 
+def _backends() -> dict[str, str]:
+    try:
+        from fsdp_sink_patches.ops import sink_attention
+    except Exception as error:  # a torch that lacks what the ops need must not hide the patches' rows
+        return {"all": f"importing fsdp_sink_patches.ops.sink_attention raised {type(error).__name__}: {error}"}
+    return sink_attention.backends()
+
+
 # --- --gpu ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,13 +254,11 @@ def _gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.cell and not _validate.CELL.fullmatch(options.cell):
         parser.error(f"--cell {options.cell!r}: expected small letters, digits, dots and dashes")
     if options.device == "cuda":
-        here = _environment()
-        if not here["gpus"]:
-            why = here["torch_error"] or ("torch sees none" if here["cuda"] else "torch is not a CUDA build")
-            parser.error(f"--gpu needs a CUDA device: {why}. --device cpu tries the validations without one")
+        problem = _no_cuda()
+        if problem:
+            parser.error(f"--gpu needs a CUDA device: {problem}. --device cpu tries the validations without one")
     out = Output()
     runnable, code = _sort_out(options, out)
-    machine = _validate.environment() if options.record else None
     with _progress(2 * len(runnable)) as step:
         verdicts = [
             _validate.validate(id, options.device, options.timeout, step, id in options.allow_drift) for id in runnable
@@ -262,7 +266,8 @@ def _gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if verdicts:
         print_verdicts(verdicts, options.device, out)
     code = max(code, int(not all(verdict.proves for verdict in verdicts)))
-    if machine is not None:
+    if options.record and verdicts:
+        machine = _validate.environment()
         cell = options.cell or _validate.cell_name(machine)
         root = options.record_dir or _records.directory()
         out.line()
@@ -280,6 +285,18 @@ def _gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             else:
                 out.line(f"{verdict.patch}: recorded in {path}")
     return code
+
+
+def _no_cuda() -> str | None:
+    """Why there is no card to measure on. Makes no CUDA context: an exclusive card would refuse the children."""
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return None
+    except Exception as error:  # as in _environment
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    return "torch sees none" if torch.version.cuda else "this torch is built without CUDA"
 
 
 def _sort_out(options: argparse.Namespace, out: Output) -> tuple[list[str], int]:
