@@ -58,9 +58,9 @@ def directory() -> Path:
     return _fingerprint.matrix_directory() / "records"
 
 
-def load(patch_id: str, root: Path | None = None) -> tuple[dict[str, Any], ...]:
+def load(patch_id: str, root: Path | None = None) -> tuple[Mapping[str, Any], ...]:
     """The records of one patch, oldest first. A file that is no record raises ValueError naming it."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for path in sorted(((root or directory()) / patch_id).glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))

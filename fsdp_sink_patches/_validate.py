@@ -1,8 +1,8 @@
 """GPU validation: each patch measured in two processes, with it and without it, and the pair judged.
 
-``python -m fsdp_sink_patches._validate ID --device cuda --patched`` is the child: it applies that one patch (or none), calls
-``validate(device)`` of the patch's module and prints the `Measurement` as the last line of its output, as JSON. The
-process without the patch is the negative control: if it is right too, or as right, the validation proves nothing.
+``python -m fsdp_sink_patches._validate ID --device cuda --patched`` is the child: it applies that one patch (or none),
+calls ``validate(device)`` of the patch's module and prints the `Measurement` as the last line of its output, as JSON.
+The process without the patch is the negative control: if it is right too, the validation proves nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from fsdp_sink_patches._patch import Measurement, Patch
 COMPANIONS = ("transformers", "flash-attn", "flash-attn-3", "flash-attn-4")
 """Distributions whose versions a record names, besides torch and triton."""
 
+CELL = re.compile("[a-z0-9][a-z0-9.-]*")
+"""Names of cells, which are file names too."""
+
 
 # --- the child -----------------------------------------------------------------------------------------------------
 
 
-def measure(patch_id: str, device: str, patched: bool) -> dict[str, Any]:
+def measure(patch_id: str, device: str, patched: bool, allow_drift: bool = False) -> dict[str, Any]:
     """Measure in this process; meant for a fresh one. What an unpatched run raises is its result."""
     import fsdp_sink_patches
 
     validate: Callable[[str], Measurement] = _registry.module(patch_id).validate
     if patched:
-        fsdp_sink_patches.apply(patch_id)
+        fsdp_sink_patches.apply(patch_id, allow_drift=(patch_id,) if allow_drift else ())
         measured = validate(device)
         fsdp_sink_patches.assert_applied(patch_id)
         return as_json(measured)
@@ -80,9 +83,10 @@ def _plain(value: Any) -> Any:
 
 def without_paths(text: str) -> str:
     """``text`` with every absolute path cut to its last part: a record names no folders, hosts or users."""
-    return re.sub(
-        r"(?<![\w.])(?:[A-Za-z]:)?(?:[\\/][^\s\\/'\":,;()]+){2,}", lambda m: re.split(r"[\\/]", m[0])[-1], text
-    )
+    text = text.replace("file://", "")
+    # Not the slashes of a URL: "//" opens no path, and what follows a host follows a letter.
+    path = r"(?<![\w./\\])(?!//)(?:[A-Za-z]:)?(?:[\\/][^\s\\/'\":,;()]+){2,}"
+    return re.sub(path, lambda found: re.split(r"[\\/]", found[0])[-1], text)
 
 
 # --- the pair ------------------------------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ class Verdict:
             return f"no negative control: the unpatched process did not finish: {self.unpatched['crashed']}"
         if not self.control_fails:
             return "proves nothing: the unpatched run is within the limits too"
-        return "validated"
+        return "right, and wrong without the patch"
 
 
 def is_right(measured: Mapping[str, Any]) -> bool:
@@ -136,13 +140,17 @@ def over_limit(measured: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def run_child(patch_id: str, device: str, patched: bool, timeout: float) -> dict[str, Any]:
+def run_child(patch_id: str, device: str, patched: bool, timeout: float, allow_drift: bool = False) -> dict[str, Any]:
     """Measure in a child process; ``{"crashed": why}`` if it prints no measurement."""
     command = [sys.executable, "-m", "fsdp_sink_patches._validate", patch_id, "--device", device]
     command.append("--patched" if patched else "--unpatched")
+    if allow_drift:
+        command.append("--allow-drift")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FSDP_SINK_PATCHES")}
-    # The child applies by name; a sitecustomize of `fsdp_sink_patches.run` further up must not apply anything before it.
+    # The child applies by name; a sitecustomize of `fsdp_sink_patches.run` or a plugin must not apply anything before.
     environment["FSDP_SINK_PATCHES"] = "none"
+    # What is measured is on this machine: without it the unpatched path may wait for a hub.
+    environment["HF_HUB_OFFLINE"] = "1"
     here = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [environment.get("PYTHONPATH")])])
     try:
@@ -153,17 +161,21 @@ def run_child(patch_id: str, device: str, patched: bool, timeout: float) -> dict
     if done.returncode == 0 and lines:
         result: dict[str, Any] = json.loads(lines[-1])
         return result
+    if done.returncode == 0:
+        return {"crashed": "it ended without a measurement", "stderr": done.stderr}
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
     return {"crashed": f"{how}: {without_paths(last)}", "stderr": done.stderr}
 
 
-def validate(patch_id: str, device: str, timeout: float, step: Callable[[str], None]) -> Verdict:
+def validate(
+    patch_id: str, device: str, timeout: float, step: Callable[[str], None], allow_drift: bool = False
+) -> Verdict:
     """Both processes, one after the other; ``step`` is told before each what is running."""
     step(f"{patch_id}, without the patch")
     unpatched = run_child(patch_id, device, False, timeout)
     step(f"{patch_id}, with the patch")
-    return Verdict(patch_id, run_child(patch_id, device, True, timeout), unpatched)
+    return Verdict(patch_id, run_child(patch_id, device, True, timeout, allow_drift), unpatched)
 
 
 # --- the record ----------------------------------------------------------------------------------------------------
@@ -270,8 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--patched", action="store_true")
     which.add_argument("--unpatched", action="store_true")
+    parser.add_argument("--allow-drift", action="store_true")
     options = parser.parse_args(arguments)
-    print(json.dumps(measure(options.id, options.device, options.patched), allow_nan=False), flush=True)
+    found = measure(options.id, options.device, options.patched, options.allow_drift)
+    print(json.dumps(found, allow_nan=False), flush=True)
     return 0
 
 

@@ -1,0 +1,347 @@
+"""What is patched here, what is not, and why.
+
+    python -m fsdp_sink_patches.check                  apply every patch in this process and look
+    python -m fsdp_sink_patches.check --static         the same from files alone, in under a second
+    python -m fsdp_sink_patches.check --explain ID     one patch: why, where, what drifted, what to do
+    python -m fsdp_sink_patches.check --gpu --record   measure each patch on this card and keep the numbers
+
+Exit code 0: as it should be; 1: some patch is drifted, in conflict, shadowed or failed, or a validation is not right;
+2: a usage error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import logging
+import platform
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_sink_patches import _engine, _fingerprint, _gates, _records, _registry, _validate
+from fsdp_sink_patches._fingerprint import Match
+from fsdp_sink_patches._patch import Patch
+from fsdp_sink_patches._report import (
+    CheckReport,
+    Output,
+    Row,
+    print_explanation,
+    print_report,
+    print_verdicts,
+)
+from fsdp_sink_patches._state import PatchError, PatchStatus, Report, State
+
+EPILOG = """
+exit code:
+  0  as it should be; patches whose upstream is absent, out of range or already fixed are fine too
+  1  a patch is drifted, conflict, shadowed or failed; or --gpu: an error out of its limit, a run that raises, a
+     negative control that does not fail, or a patch that was named and can't run here
+  2  usage, as an unknown id
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    # The report says what these lines would say.
+    logging.getLogger("fsdp_sink_patches").addHandler(logging.NullHandler())
+    try:
+        for id in [*options.allow_drift, *(options.gpu or ()), *([options.explain] if options.explain else ())]:
+            _registry.get(id)
+        if options.gpu is not None:
+            return _gpu(options, parser)
+        if options.record or options.cell or options.record_dir:
+            parser.error("--record, --cell and --record-dir go with --gpu")
+        report = look(static=options.static, strict=options.strict, allow_drift=options.allow_drift)
+    except _registry.UnknownPatch as error:
+        parser.error(str(error))
+    if options.json:
+        print(json.dumps(report.as_json(), indent=2))
+        return report.exit_code
+    out = Output()
+    if options.explain:
+        row = next(row for row in report.rows if row.patch.id == options.explain)
+        print_explanation(report, row, _registry.module(options.explain).__doc__ or "", out)
+        return int(row.fails)
+    print_report(report, out)
+    return report.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_sink_patches.check",
+        description="What is patched in this environment, what is not, and why.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="the report as compat_matrix/schema/check.schema.json")
+    what.add_argument("--explain", metavar="ID", help="one patch: why, where, what drifted, what to do")
+    what.add_argument(
+        "--gpu",
+        nargs="*",
+        metavar="ID",
+        help="measure these patches, or all, on this card, each in a process with it and in one without",
+    )
+    parser.add_argument(
+        "--static",
+        action="store_true",
+        help="import neither torch nor any upstream: states are what would be, and FSDP_SINK_PATCHES is not looked at",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit 1 also for a patch that is inapplicable, obsolete, applied to allowed drift, applied while someone "
+        "still holds the original, or still armed because a module can't be imported; absent and disabled stay fine",
+    )
+    parser.add_argument(
+        "--allow-drift", action="append", default=[], metavar="ID", help="apply it to unknown source too; repeatable"
+    )
+    gpu = parser.add_argument_group("with --gpu")
+    gpu.add_argument("--record", action="store_true", help="write compat_matrix/records/<patch>/<cell>.json")
+    gpu.add_argument("--cell", metavar="NAME", help="name of the environment; default from card, torch, transformers")
+    gpu.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the validation itself")
+    gpu.add_argument("--record-dir", type=Path, metavar="DIR", help="where to write instead of compat_matrix/records")
+    gpu.add_argument("--timeout", type=float, default=300, metavar="S", help="seconds for each process (default 300)")
+    return parser
+
+
+# --- the report ----------------------------------------------------------------------------------------------------
+
+
+def look(*, static: bool = False, strict: bool = False, allow_drift: Collection[str] = ()) -> CheckReport:
+    """The report on this process. Unless ``static``, every patch is really applied in it.
+
+    Raises:
+        UnknownPatch: an id in ``allow_drift`` or in the environment variables that no patch has.
+    """
+    notes: dict[str, list[str]] = {}
+    backends = None
+    if static:
+        environment = _environment_static()
+        report = _engine.survey(allow_drift)
+    else:
+        # An upstream that prints while it is imported must not end up in our JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            report, notes = _apply_here(allow_drift)
+            environment = _environment()
+            if environment["torch"] and not environment["torch_error"]:
+                backends = _backends()
+    rows = [_row(status, strict, static, notes.get(status.id, [])) for status in report.patches]
+    names = dict.fromkeys([*(row.patch.distribution for row in rows), *_validate.COMPANIONS, "triton"])
+    return CheckReport(
+        package=_validate.package_version(),
+        static=static,
+        strict=strict,
+        environment=environment,
+        upstreams={name: _validate.version(name) for name in names},
+        backends=backends,
+        rows=tuple(rows),
+    )
+
+
+def _apply_here(allow_drift: Collection[str]) -> tuple[Report, dict[str, list[str]]]:
+    """Apply, import what the patches wait for, look again: the order of a real job."""
+    with contextlib.suppress(PatchError):  # of patches named in the environment; the report shows them
+        _engine.apply(allow_drift=allow_drift, strict=False)
+    notes: dict[str, list[str]] = {}
+    for status in _engine.status().patches:
+        if status.state not in (State.ARMED, State.APPLIED):
+            continue
+        for target in _registry.get(status.id).targets:
+            try:
+                importlib.import_module(target.module)
+            except PatchError:  # raised by our own hook; the report shows it
+                pass
+            except Exception as error:  # an upstream that can't be imported is what the user wants to read, once
+                if not (target.optional and isinstance(error, ModuleNotFoundError) and error.name == target.module):
+                    note = f"importing {target.module} here raised {type(error).__name__}: {error}."
+                    if note not in notes.setdefault(status.id, []):
+                        notes[status.id].append(note)
+    report = _engine.status()
+    # Nothing of a patch could be imported, so nobody has read its source yet.
+    unread = {s.id for s in report.patches if s.state is State.ARMED and s.fingerprint is None}
+    if unread:
+        read = _engine.survey(allow_drift)
+        report = Report(
+            tuple(read[s.id] if s.id in unread and read[s.id].state.is_failure else s for s in report.patches)
+        )
+    return report, notes
+
+
+def _row(status: PatchStatus, strict: bool, static: bool, notes: list[str]) -> Row:
+    patch = _registry.get(status.id)
+    match, record = None, None
+    if status.version is not None and status.state is not State.ABSENT:
+        match = _match(patch)
+    if match is not None:
+        try:
+            records = _records.load(patch.id)
+        except ValueError as error:  # a broken record must not hide the row it belongs to
+            notes = [*notes, f"{error}"]
+            records = ()
+        own = _records.sources(patch) if records else {}
+        record = _records.judge(records, match.digests, own)
+    fails = status.state.is_failure or (strict and _falls_short(status, static))
+    return Row(patch, status, fails, match, record, tuple(notes))
+
+
+def _match(patch: Patch) -> Match | None:
+    try:
+        return _fingerprint.match(patch)
+    except (ModuleNotFoundError, SyntaxError):  # the engine's own row says so
+        return None
+
+
+def _falls_short(status: PatchStatus, static: bool) -> bool:
+    return (
+        status.state in (State.INAPPLICABLE, State.OBSOLETE)
+        or (status.state is State.ARMED and not static)
+        or status.fingerprint == "allowed"
+        or bool(status.stale)
+    )
+
+
+def _environment_static() -> dict[str, Any]:
+    version = _validate.version("torch")
+    return {
+        "python": platform.python_version(),
+        "torch": version,
+        "torch_error": None,
+        "cuda": None,
+        "gpus": None,
+    }
+
+
+def _environment() -> dict[str, Any]:
+    here = _environment_static()
+    if importlib.util.find_spec("torch") is None:
+        return here | {"torch": None, "gpus": []}
+    try:
+        import torch
+
+        here |= {"torch": str(torch.__version__), "cuda": torch.version.cuda}
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        cards = [torch.cuda.get_device_properties(index) for index in range(count)]
+        here["gpus"] = [{"name": card.name, "capability": f"{card.major}.{card.minor}"} for card in cards]
+    except Exception as error:  # a broken torch or driver fails in many ways; each is one line of the report
+        here["torch_error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+    return here
+
+
+def _backends() -> dict[str, str]:
+    try:
+        from fsdp_sink_patches.ops import sink_attention
+    except Exception as error:  # a torch that lacks what the ops need must not hide the patches' rows
+        return {"all": f"importing fsdp_sink_patches.ops.sink_attention raised {type(error).__name__}: {error}"}
+    return sink_attention.backends()
+
+
+# --- --gpu ---------------------------------------------------------------------------------------------------------
+
+
+def _gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if options.static:
+        parser.error("--gpu runs the patches, so it can't be --static")
+    if options.record and options.device == "cpu":
+        why = "a record says that a patch was proved on a card, and a CPU runs none of the kernels"
+        parser.error(f"--record needs --device cuda: {why}")
+    if options.cell and not _validate.CELL.fullmatch(options.cell):
+        parser.error(f"--cell {options.cell!r}: expected small letters, digits, dots and dashes")
+    if options.device == "cuda":
+        problem = _no_cuda()
+        if problem:
+            parser.error(f"--gpu needs a CUDA device: {problem}. --device cpu tries the validations without one")
+    out = Output()
+    runnable, code = _sort_out(options, out)
+    with _progress(2 * len(runnable)) as step:
+        verdicts = [
+            _validate.validate(id, options.device, options.timeout, step, id in options.allow_drift) for id in runnable
+        ]
+    if verdicts:
+        print_verdicts(verdicts, options.device, out)
+    code = max(code, int(not all(verdict.proves for verdict in verdicts)))
+    if options.record and verdicts:
+        machine = _validate.environment()
+        cell = options.cell or _validate.cell_name(machine)
+        root = options.record_dir or _records.directory()
+        out.line()
+        for verdict in verdicts:
+            if not verdict.proves:
+                out.line(f"{verdict.patch}: no record written: {verdict.text}")
+                continue
+            try:
+                path = _validate.write(_validate.record(verdict, machine, cell), root)
+            except OSError as error:
+                out.line(
+                    f"{verdict.patch}: the record could not be written: {error}. Give another --record-dir.", "red"
+                )
+                code = 1
+            else:
+                out.line(f"{verdict.patch}: recorded in {path}")
+    return code
+
+
+def _no_cuda() -> str | None:
+    """Why there is no card to measure on. Makes no CUDA context: an exclusive card would refuse the children."""
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return None
+    except Exception as error:  # as in _environment
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    return "torch sees none" if torch.version.cuda else "this torch is built without CUDA"
+
+
+def _sort_out(options: argparse.Namespace, out: Output) -> tuple[list[str], int]:
+    """The ids that can be measured here, and the exit code of those that can't; each of those gets a line."""
+    survey = _engine.survey(options.allow_drift)
+    runnable, code = [], 0
+    for id in dict.fromkeys(options.gpu or _registry.patches()):
+        gate, status = _gates.look(_registry.get(id)), survey[id]
+        if gate.state in (State.ABSENT, State.INAPPLICABLE, State.OBSOLETE):
+            named = id in options.gpu
+            out.line(f"{id}: skipped, {gate.state}. {gate.reason}", "red" if named else "dim")
+            code = max(code, int(named))
+        elif status.state.is_failure:
+            out.line(f"{id}: not measured, {status.state}. {status.reason}", "red")
+            code = 1
+        elif not _validate.validatable(_registry.get(id)):
+            out.line(f"{id}: its module has no validate(device), so nothing can be measured", "red")
+            code = 1
+        else:
+            runnable.append(id)
+    return runnable, code
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr for a terminal, a line a step for anything else."""
+    if not sys.stderr.isatty():
+        yield lambda text: print(f"measuring {text}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+        begun = 0
+
+        def step(text: str) -> None:
+            nonlocal begun
+            progress.update(task, description=text, completed=begun)
+            begun += 1
+
+        yield step
+        progress.update(task, description="done", completed=total)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""``check --gpu``: the pair of processes, its verdict, the record, and what a record is worth later."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from planted_checkout import CUDA_TORCH, HELPER, PATCH, UPSTREAM, Checkout, schema
+
+from fsdp_sink_patches import Measurement, _records, _registry, _validate
+
+NO_CONTROL = HELPER.replace("out = abs(planted.f(1) - 1001) / 1001", "out = 0.0")
+ALWAYS_WRONG = HELPER.replace("out = abs(planted.f(1) - 1001) / 1001", "out = float('nan')")
+RAISES_UNPATCHED = HELPER.replace(
+    "import planted",
+    "import planted\n    if planted.f(1) != 1001: raise TypeError('no such keyword, see /srv/someone/planted.py')",
+)
+
+
+def test_right_and_wrong_without(checkout: Checkout) -> None:
+    done = checkout.check("--gpu", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "right, and wrong without the patch" in done.stdout
+    assert re.search(r"planted\.thing  out +0\.00e\+00  1\.00e-06  9\.99e-01", done.stdout)
+    assert re.search(r"planted\.thing  1\.5 ms  1\.5 ms +2 MiB +2 MiB", done.stdout)
+    assert done.stderr.splitlines() == [
+        "measuring planted.thing, without the patch",
+        "measuring planted.thing, with the patch",
+    ]
+    assert not (checkout.root / "compat_matrix" / "records").exists()
+
+
+def test_raising_without_the_patch_is_a_negative_control(checkout: Checkout) -> None:
+    checkout.write("patches/planted/_helper.py", RAISES_UNPATCHED)
+    done = checkout.check("--gpu", "planted.thing", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "without the patch, raises: TypeError: no such keyword, see planted.py" in done.stdout
+
+
+def test_a_negative_control_that_does_not_fail(checkout: Checkout) -> None:
+    checkout.write("patches/planted/_helper.py", NO_CONTROL)
+    done = checkout.check("--gpu", "--device", "cpu")
+    assert done.returncode == 1
+    assert "proves nothing" in done.stdout
+
+
+def test_wrong_with_the_patch(checkout: Checkout) -> None:
+    checkout.write("patches/planted/_helper.py", ALWAYS_WRONG)
+    done = checkout.check("--gpu", "--device", "cpu")
+    assert done.returncode == 1
+    assert "out of limits: out nan > 1e-06" in done.stdout
+
+
+def test_raising_with_the_patch_shows_why(checkout: Checkout) -> None:
+    checkout.write("patches/planted/_helper.py", "def measure(device):\n    raise RuntimeError('half-way')\n")
+    done = checkout.check("--gpu", "--device", "cpu")
+    assert done.returncode == 1
+    assert "failed: exit 1: RuntimeError: half-way" in done.stdout
+    assert "_helper.py" in done.stdout  # the traceback
+
+
+def test_a_process_that_hangs(checkout: Checkout) -> None:
+    checkout.write("patches/planted/_helper.py", "def measure(device):\n    import time; time.sleep(60)\n")
+    done = checkout.check("--gpu", "--device", "cpu", "--timeout", "1")
+    assert done.returncode == 1
+    assert "no result after 1 s" in done.stdout
+
+
+def test_the_surrounding_choice_of_patches_does_not_reach_the_children(checkout: Checkout) -> None:
+    done = checkout.check(
+        "--gpu", "--device", "cpu", FSDP_SINK_PATCHES_DISABLE="planted.thing", FSDP_SINK_PATCHES="all"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_drift_has_to_be_allowed(checkout: Checkout) -> None:
+    checkout.install("1.6", UPSTREAM.replace("def helper(x):\n    return x", "def helper(x):\n    return -x"))
+    done = checkout.check("--gpu", "--device", "cpu")
+    assert done.returncode == 1
+    assert "planted.thing: not measured, drifted" in done.stdout
+    assert checkout.check("--gpu", "--device", "cpu", "--allow-drift", "planted.thing").returncode == 0
+
+
+def test_an_absent_upstream_is_skipped_unless_named(checkout: Checkout) -> None:
+    checkout.plant("other", "g", PATCH.replace('distribution="planted"', 'distribution="nowhere-to-be-found"'))
+    done = checkout.check("--gpu", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "planted.other: skipped, absent. nowhere-to-be-found is not installed" in done.stdout
+    assert "right, and wrong without the patch" in done.stdout
+    assert checkout.check("--gpu", "planted.other", "--device", "cpu").returncode == 1
+
+
+def test_no_card_and_no_record_on_a_cpu(checkout: Checkout) -> None:
+    done = checkout.check("--gpu")
+    assert done.returncode == 2
+    assert "--gpu needs a CUDA device: ImportError: libplanted.so: cannot open" in done.stderr
+    done = checkout.check("--gpu", "--device", "cpu", "--record")
+    assert done.returncode == 2
+    assert "a CPU runs none of the kernels" in done.stderr
+
+
+@pytest.fixture
+def recorded(checkout: Checkout) -> dict[str, Any]:
+    checkout.write("upstream/torch.py", CUDA_TORCH)
+    checkout.write("patches/planted/_helper.py", RAISES_UNPATCHED)
+    done = checkout.check("--gpu", "--record", "--cell", "h200-planted1.5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = checkout.root / "compat_matrix" / "records" / "planted.thing" / "h200-planted1.5.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_what_is_recorded(checkout: Checkout, recorded: dict[str, Any]) -> None:
+    jsonschema.validate(recorded, schema("record"))
+    assert recorded["unpatched"] == {"raises": "TypeError: no such keyword, see planted.py"}
+    assert recorded["patched"]["errors"] == {"out": 0.0}
+    assert recorded["patched"]["details"] == {"on": "cuda"}
+    assert recorded["environment"]["gpu"] == "NVIDIA H200"
+    assert recorded["upstream"]["version"] == "1.5"
+    ours = "fsdp_sink_patches.patches.planted"
+    assert set(recorded["sources"]) == {ours, f"{ours}._helper", f"{ours}.thing"}
+    assert "/" not in json.dumps(recorded).replace("https://", "")
+
+
+def test_a_record_speaks_for_the_code_it_was_made_of(checkout: Checkout, recorded: dict[str, Any]) -> None:
+    record = checkout.row("--static")["gpu_record"]
+    assert record == {
+        "state": "validated",
+        "cell": "h200-planted1.5",
+        "gpu": "NVIDIA H200",
+        "date": recorded["date"],
+        "changed": [],
+    }
+    assert f"validated (H200, {recorded['date'][:10]})" in checkout.check("--static").stdout
+
+    checkout.install("1.9")  # another release with the same source
+    assert checkout.row("--static")["gpu_record"]["state"] == "validated"
+
+    checkout.write("patches/planted/_helper.py", "# only a comment\n" + RAISES_UNPATCHED)
+    assert checkout.row("--static")["gpu_record"]["state"] == "validated"
+
+    checkout.write("patches/planted/_helper.py", RAISES_UNPATCHED.replace("1e-6", "1e-5"))
+    record = checkout.row("--static")["gpu_record"]
+    assert (record["state"], record["changed"]) == ("stale", ["fsdp_sink_patches.patches.planted._helper"])
+    assert "stale (H200, " in checkout.check("--static").stdout
+
+    checkout.write("patches/planted/_helper.py", RAISES_UNPATCHED)
+    checkout.install("1.9", UPSTREAM + "def later(x):\n    return x\n")
+    record = checkout.row("--static", code=1)["gpu_record"]
+    assert (record["state"], record["changed"]) == ("stale", ["planted:later"])
+
+
+def test_nothing_is_recorded_of_what_proves_nothing(checkout: Checkout) -> None:
+    checkout.write("upstream/torch.py", CUDA_TORCH)
+    checkout.write("patches/planted/_helper.py", NO_CONTROL)
+    done = checkout.check("--gpu", "--record", "--record-dir", "kept")
+    assert done.returncode == 1
+    assert "no record written: proves nothing" in done.stdout
+    assert not (checkout.root / "kept").exists()
+
+
+def test_the_cell_is_named_after_card_torch_and_transformers(checkout: Checkout) -> None:
+    checkout.write("upstream/torch.py", CUDA_TORCH)
+    done = checkout.check("--gpu", "--record", "--record-dir", "kept")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (checkout.root / "kept" / "planted.thing").iterdir()
+    assert re.fullmatch(r"h200-torch2\.11-transformers\d+\.\d+\.json", path.name)
+    assert _validate.cell_name({"gpu": "NVIDIA GeForce RTX 4090", "torch": "2.8.1+cu128", "transformers": None}) == (
+        "geforce-rtx-4090-torch2.8"
+    )
+
+
+def test_a_broken_record_is_named_and_hides_nothing(checkout: Checkout, recorded: dict[str, Any]) -> None:
+    path = checkout.root / "compat_matrix" / "records" / "planted.thing" / "h200-planted1.5.json"
+    path.write_text(json.dumps(recorded | {"schema": 99}))
+    row = checkout.row("--static")
+    assert row["gpu_record"]["state"] == "never"
+    assert "h200-planted1.5.json is not a record of this patch" in row["reason"]
+
+
+def test_numbers_survive_json() -> None:
+    nan = float("nan")
+    plain = _validate.as_json(Measurement({"a": nan, "b": float("inf")}, {"a": 1.0, "b": 1.0}, 1.0, 0, {"t": (1, 2)}))
+    assert json.loads(json.dumps(plain, allow_nan=False))["errors"] == {"a": "nan", "b": "inf"}
+    assert not _validate.is_right(plain)
+    assert not _validate.is_right({"errors": {}, "limits": {}})
+    assert not _validate.is_right({"errors": {}, "limits": {"a": 1.0}})
+    assert _validate.is_right({"errors": {"a": 1.0}, "limits": {"a": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("OSError: /srv/someone/lib/libx.so: cannot open", "OSError: libx.so: cannot open"),
+        (r"see C:\Users\someone\x.py", "see x.py"),
+        ("OSError:/srv/someone/x.py file:///srv/someone/y.py", "OSError:x.py y.py"),
+        ("https://example.org/a/b and a/b", "https://example.org/a/b and a/b"),
+    ],
+)
+def test_paths_are_cut(text: str, clean: str) -> None:
+    assert _validate.without_paths(text) == clean
+
+
+@pytest.mark.parametrize(
+    "id", ["transformers.flash-sinks", "transformers.gpt-oss-packed-masks", "flash-attn.varlen-sinks"]
+)
+def test_a_record_of_ours_covers_all_that_its_numbers_depend_on(id: str) -> None:
+    names = set(_records.sources(_registry.get(id)))
+    root = "fsdp_sink_patches"
+    folder, slug = id.replace("-", "_").split(".")
+    assert f"{root}.patches.{folder}.{slug}" in names
+    assert f"{root}.patches.{folder}._validation" in names
+    assert {f"{root}.ops.sink_attention.{name}" for name in ("backends", "oracle", "_forward_kernel", "_op")} <= names
+    assert f"{root}.check" not in names
