@@ -118,12 +118,16 @@ def in_directory(directory: Path, requirements: Iterable[Requirement]) -> list[A
 
 
 def _names(archives: Iterable[Archive], name: str) -> str:
-    return ", ".join(str(a.version) for a in sorted(archives, key=lambda a: a.version) if a.distribution == name) or "none"
+    return (
+        ", ".join(str(a.version) for a in sorted(archives, key=lambda a: a.version) if a.distribution == name) or "none"
+    )
 
 
 def _admits(specifier: SpecifierSet, version: Version) -> bool:
     # packaging 25 and 26 differ on pre-releases unless they are asked for; a range without one means final releases.
-    return specifier.contains(version, prereleases=True) and (not version.is_prerelease or specifier.prereleases is True)
+    return specifier.contains(version, prereleases=True) and (
+        not version.is_prerelease or specifier.prereleases is True
+    )
 
 
 def fetch(requirements: Sequence[Requirement], progress: Progress, use: Callable[[Archive], None]) -> None:
@@ -464,7 +468,13 @@ def refresh(options: argparse.Namespace, out: Console) -> int:
     code = 1 if run.unknown else 0
     if options.json:
         out.print_json(
-            data={"schema": 1, "findings": run.findings, "written": written, "outdated": run.outdated(), "exit_code": code}
+            data={
+                "schema": 1,
+                "findings": run.findings,
+                "written": written,
+                "outdated": run.outdated(),
+                "exit_code": code,
+            }
         )
         return code
     for name in written:
@@ -561,7 +571,13 @@ def matrix_text() -> str:
         "Releases in one row have the same source wherever the patch touches or relies on it.",
     ]
     for id, patch in patches.items():
-        universe = [v for p in patches.values() if p.distribution == patch.distribution for s in shapes[p.id] for v in s.versions]
+        universe = [
+            v
+            for p in patches.values()
+            if p.distribution == patch.distribution
+            for s in shapes[p.id]
+            for v in s.versions
+        ]
         lines += ["", f"### {id}", "", f"{patch.gives}. {patch.distribution} `{patch.requires}`"]
         lines[-1] += f", needless from {patch.fixed_in}." if patch.fixed_in else "."
         lines += [f"Upstream: <{patch.link}>. Remove when {patch.remove_when.rstrip('.')}.", ""]
@@ -591,7 +607,9 @@ def matrix_text() -> str:
         )
     lines += ["", "## Environments tested", "", "| cell | Python | GPU | distributions |", "|---|---|---|---|"]
     for name, cell in cells().items():
-        lines.append(f"| {name} | {cell['python']} | {'yes' if cell['gpu'] else 'no'} | {', '.join(cell['distributions'])} |")
+        lines.append(
+            f"| {name} | {cell['python']} | {'yes' if cell['gpu'] else 'no'} | {', '.join(cell['distributions'])} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -680,8 +698,12 @@ def parser() -> argparse.ArgumentParser:
         description="Digest every symbol that a patch replaces or relies on, in each release. Exit 0: all known (new "
         "versions of known source are added); 1: new source, not written without --accept; 2: usage.",
     )
-    one.add_argument("requirement", nargs="+", help="transformers==5.24.0, 'flash-attn>=2.7.4.post1'; a bare name with --from")
-    one.add_argument("--from", dest="from_directory", metavar="DIR", type=Path, help="wheels and sdists already downloaded")
+    one.add_argument(
+        "requirement", nargs="+", help="transformers==5.24.0, 'flash-attn>=2.7.4.post1'; a bare name with --from"
+    )
+    one.add_argument(
+        "--from", dest="from_directory", metavar="DIR", type=Path, help="wheels and sdists already downloaded"
+    )
     one.add_argument("--accept", action="store_true", help="write new digests too: a person has read what changed")
     one.add_argument("--json", action="store_true", help="findings as JSON")
     one.set_defaults(action=refresh)

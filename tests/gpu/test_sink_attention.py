@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_sink_patches.ops.sink_attention import _kernels, _merge, backends, flash_attn_func, flash_attn_varlen_func
-from fsdp_sink_patches.ops.sink_attention.backends import BACKENDS, Request
+from fsdp_sink_patches.ops.sink_attention._backends import BACKENDS, Request
 from fsdp_sink_patches.ops.sink_attention.oracle import oracle_attention, relative_error
 from fsdp_sink_patches.ops.sink_attention.reference import backward as reference_backward
 from fsdp_sink_patches.ops.sink_attention.reference import forward as reference_forward
