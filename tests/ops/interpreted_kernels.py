@@ -1,4 +1,5 @@
-"""The Triton kernels through Triton's interpreter, in fp32: what they compute, not how fast. Run by ``test_kernels.py``."""
+"""The Triton kernels through Triton's interpreter, in fp32: what they compute, not how fast. Run by
+``test_kernels.py``."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ def test_merge_and_sink_gradient(kind, slots, transposed):
 @pytest.mark.parametrize("kind", SINKS)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (0, 0), (6, 0), (40, 0), (3, 2)])
 @pytest.mark.parametrize(
-    ("queries", "keys"), [([2, 37, 0, 70, 1],) * 2, ([40, 1, 0], [10, 1, 0]), ([3, 10], [70, 33])], ids=("same", "fewer", "more")
-)  # fmt: skip
+    ("queries", "keys"), [([2, 37, 0, 70, 1],) * 2, ([40, 1, 0], [10, 1, 0]), ([3, 10], [70, 33])], ids=("same",
+"fewer", "more") )  # fmt: skip
 def test_forward_with_a_sink(kind, window, queries, keys):
     """Documents of every length, rows without keys, decode-like rows with more keys than queries."""
     q, k, v = (draw(sum(n), h, 24, dtype=torch.float32, seed=h) for n, h in ((queries, 4), (keys, 2), (keys, 2)))

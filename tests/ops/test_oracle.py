@@ -22,8 +22,8 @@ def by_hand(q, k, v, sinks, lengths, window, causal):
                 keys = [
                     j
                     for j in range(length)
-                    if (not causal or j <= i) and (window[0] < 0 or i - j <= window[0]) and (window[1] < 0 or j - i <= window[1])
-                ]  # fmt: skip
+                    if (not causal or j <= i) and (window[0] < 0 or i - j <= window[0]) and (window[1] < 0 or j - i <=
+                window[1]) ]  # fmt: skip
                 weights = [
                     math.exp(float(q[begin + i, h] @ k[begin + j, h // group]) / math.sqrt(q.shape[-1])) for j in keys
                 ]
