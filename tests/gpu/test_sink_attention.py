@@ -65,12 +65,17 @@ def plain_errors(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, w
 
 
 def shapes_for(backend: str) -> list[tuple[int, int, int, torch.dtype]]:
-    """Head counts, head_dim and dtype that the backend takes on this card; flash-attn 4 compiles for each, so fewer."""
-    grid = list(itertools.product((8,), (8, 1), (64, 128, 256), (torch.bfloat16, torch.float16)))
+    """Head counts, head_dim and dtype that the backend takes on this card; flash-attn 4 compiles for each, so fewer.
+
+    64 heads, as gpt-oss has: a head's dsink is a sum of random signs, so over a few heads its relative error says more
+    about the draw than about the kernel (0.8e-3 to 4.8e-3 for the same exact kernel rounded once, over draws of 8
+    heads).
+    """
+    grid = list(itertools.product((64,), (64, 8), (64, 128, 256), (torch.bfloat16, torch.float16)))
     if backend == "flash-attn-4":
-        grid = [(8, 8, 64, torch.bfloat16), (8, 1, 64, torch.float16), (8, 1, 128, torch.bfloat16)]
+        grid = [(64, 64, 64, torch.bfloat16), (64, 8, 64, torch.float16), (64, 8, 128, torch.bfloat16)]
     if backend == "flash-attn-2":  # a build may hold some head_dims and dtypes only; these are what gpt-oss uses
-        grid = [(8, kv, d, torch.bfloat16) for kv in (8, 1) for d in (64, 128)]
+        grid = [(64, kv, d, torch.bfloat16) for kv in (64, 8) for d in (64, 128)]
     return grid
 
 
@@ -111,6 +116,10 @@ def test_sinks_cost_no_accuracy(backend, heads, kv_heads, head_dim, dtype, windo
     for kind in SINKS:
         sinks = make_sinks(kind, heads)
         found, dtype_alone = errors(case, window, sinks, backend), rounding_errors(case, window, sinks)
+        if dtype == torch.float16 and kind == "20":
+            # e^-20 of a value lies below fp16's smallest number, so out itself is all that can be asked for
+            assert found["out"] <= 1.3 * dtype_alone["out"], f"{found}, dtype: {dtype_alone}"
+            continue
         for name in ("out", "dq", "dk", "dv"):
             limit = 1.3 * max(plain[name], unbounded[name], dtype_alone[name])
             assert found[name] <= limit, f"{name} with sinks {kind}: {found}, without: {plain}, dtype: {dtype_alone}"
@@ -121,10 +130,10 @@ def test_sinks_cost_no_accuracy(backend, heads, kv_heads, head_dim, dtype, windo
 @pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16])
 def test_slots_and_sinks(backend, sink_dtype):
     """Learned slots join as one more part, with gradients, whatever the window."""
-    q, k, v, dout, cu = packed_case(8, 1, 64, torch.bfloat16)
+    q, k, v, dout, cu = packed_case(64, 8, 64, torch.bfloat16)
     torch.manual_seed(1)
-    slots = [torch.randn(5, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    given = [q, k, v, make_sinks("random", 8).to(sink_dtype), *slots]
+    slots = [torch.randn(5, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    given = [q, k, v, make_sinks("random", 64).to(sink_dtype), *slots]
     ours = [t.detach().clone().requires_grad_() for t in given]
     out, lse, _ = flash_attn_varlen_func(
         *ours[:3], cu, cu, 512, 512, causal=True, window_size=(126, 0), s_aux=ours[3], sink_kv=(ours[4], ours[5]),
@@ -148,9 +157,9 @@ def test_slots_and_sinks(backend, sink_dtype):
 def test_long_rows(backend, window, tokens):
     """S up to 32768: against the fp64 reference, which test_reference.py holds against the oracle."""
     torch.manual_seed(tokens)
-    heads, d = 4, 64
+    heads, d = 16, 64
     cu = torch.tensor([0, tokens // 3, tokens // 3, tokens], dtype=torch.int32, device="cuda")
-    q, k, v, dout = (torch.randn(tokens, h, d, device="cuda", dtype=torch.bfloat16) for h in (heads, 1, 1, heads))
+    q, k, v, dout = (torch.randn(tokens, h, d, device="cuda", dtype=torch.bfloat16) for h in (heads, 2, 2, heads))
     found = {}
     for kind in (None, "4", "random"):
         sinks = None if kind is None else make_sinks(kind, heads)
@@ -273,11 +282,13 @@ def test_kernels_equal_plain_torch(head_dim, tokens, slots, transposed):
     slot_out, slot_lse = draw() if slots else (None, None)
     for kind in SINKS:
         sinks = make_sinks(kind, 8)
-        wanted, wanted_lse = _merge.merge_reference(out.clone(), lse.clone(), sinks, slot_out, slot_lse)
+        wanted, wanted_lse = _merge.merge_reference(
+            out.double(), lse.double(), sinks, *(None if t is None else t.double() for t in (slot_out, slot_lse))
+        )
         merged, merged_lse = _kernels.merge(out.clone(), lse.clone(), sinks, slot_out, slot_lse)
         assert merged.isfinite().all()
-        assert relative_error(merged, wanted) <= 1e-3
-        torch.testing.assert_close(merged_lse, wanted_lse, rtol=1e-5, atol=1e-5)
+        assert relative_error(merged, wanted) <= 2e-3  # bf16 rounded once
+        torch.testing.assert_close(merged_lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
         dout = torch.randn_like(merged)
         torch.testing.assert_close(
             _kernels.sink_gradient(dout, merged, merged_lse, sinks),

@@ -187,15 +187,15 @@ def _pad(x: Tensor, width: int) -> Tensor:
 @contextlib.contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """torch's own kernels read determinism from the process-wide switch."""
-    if not wanted or torch.are_deterministic_algorithms_enabled():
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or before == (True, False):
         yield
         return
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # under warn_only the flash backward stays nondeterministic
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False, warn_only=warn_only)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 class _FlashTwo(_Flash):
@@ -409,7 +409,9 @@ class FlashAttn4(_Flash):
     def _padded(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if q.shape[-1] == 192 and v.shape[-1] == 128 and q.shape[-2] == k.shape[-2]:
             return _pad(q, 0), _pad(k, 0), _pad(v, 0)  # taken as it is; grouped heads need equal head_dims in backward
-        return super()._padded(q, k, v)
+        # its backward is built for these widths; 72, say, is accepted and fails there
+        width = next(w for w in (64, 128, 192, 256) if w >= max(q.shape[-1], v.shape[-1]))
+        return _pad(q, width - q.shape[-1]), _pad(k, width - k.shape[-1]), _pad(v, width - v.shape[-1])
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         api: Any = importlib.import_module("flash_attn.cute.interface")

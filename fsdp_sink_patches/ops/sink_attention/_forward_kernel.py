@@ -1,9 +1,8 @@
-"""A Triton flash forward whose online softmax starts from the sink.
+"""A Triton flash forward that counts the sink into its softmax before it writes ``out``.
 
-torch's own flash kernels round ``out`` to half precision before the sink can rescale it, and a second rounding
-follows; here the sink is the softmax's first term, so ``out`` is rounded once, and nothing reads it back. The backward
-stays torch's: it takes the merged pair as it is. One program computes BLOCK_M queries of one head (FlashAttention-2,
-algorithm 1).
+torch's own flash kernels round ``out`` to half precision before the sink can rescale it, and a second rounding follows;
+here ``out`` is rounded once, and nothing reads it back. The backward stays torch's: it takes the merged pair as it is.
+One program computes BLOCK_M queries of one head (FlashAttention-2, algorithm 1).
 """
 
 from __future__ import annotations
@@ -90,10 +89,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     cell = (m[:, None] < seqlen_q) & (d[None, :] < D)
     q = tl.load(q_ptr + q_base + m[:, None].to(tl.int64) * q_t + head * q_h + d[None, :], mask=cell, other=0.0)
 
-    # the sink is the first term of the softmax; the bound keeps a sink of -inf from making -inf - -inf
-    sink = tl.maximum(tl.load(sink_ptr + head).to(tl.float32) * LOG2E, -1e30)
-    top = tl.zeros([BLOCK_M], tl.float32) + sink
-    mass = tl.full([BLOCK_M], 1.0, tl.float32)
+    # a finite start instead of -inf: a tile that a row must not see at all would make -inf - -inf
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     # queries are aligned to the end of the keys; every row sees the tiles inner .. outer whole, the others are masked
@@ -126,10 +124,15 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         LEFT, RIGHT, True, D, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
-    out = acc / mass[:, None]
+    # the sink joins last, in fp32: had it set `top`, a large one would push every probability below fp16's range
+    sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2E
+    highest = tl.maximum(top, sink)
+    share = tl.exp2(top - highest)
+    mass = mass * share + tl.exp2(sink - highest)
+    out = acc * (share / tl.where(mass > 0, mass, 1.0))[:, None]
     at = out_ptr + out_base + m[:, None].to(tl.int64) * out_t + head * out_h + d[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=cell)
-    tl.store(lse_ptr + lse_base + head * lse_h + m, (top + tl.log2(mass)) * LN2, mask=m < seqlen_q)
+    tl.store(lse_ptr + lse_base + head * lse_h + m, (highest + tl.log2(mass)) * LN2, mask=m < seqlen_q)
 
 
 def tiles(head_dim: int, windowed: bool) -> list[dict[str, int]]:
