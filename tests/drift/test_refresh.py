@@ -222,6 +222,6 @@ def test_a_gpu_record_counts_for_its_source_only(bench: Bench, monkeypatch: pyte
     (folder / "card.json").write_text(json.dumps(record))
     assert "| up.one | card | X1 | up-stream 1.0, 1.1 | 2026-01-02 |" in matrix.matrix_text()
     assert "| validated: X1, 2026-01-02, up-stream 1.0 to 1.1 (2 releases) |" in matrix.matrix_text()
-    monkeypatch.setattr(_records, "sources", lambda patch: {name: "1" * 16 for name in own})
+    monkeypatch.setattr(_records, "sources", lambda patch: dict.fromkeys(own, "1" * 16))
     assert "| up.one | card | X1 | nothing: stale | 2026-01-02 |" in matrix.matrix_text()
     assert "(3 releases) | stale |" in matrix.matrix_text()
