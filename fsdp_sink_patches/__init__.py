@@ -1,7 +1,7 @@
 """Attention-sink models train right and fast in jobs that already exist.
 
-    import fsdp_sink_patches
-    fsdp_sink_patches.apply()
+import fsdp_sink_patches
+fsdp_sink_patches.apply()
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``python -m fsdp_sink_patches.matrix``: digest upstream releases without installing them, and write the evidence down.
+"""``python -m fsdp_sink_patches.matrix``: digest upstream releases without installing them, and write tables.
 
-    matrix refresh transformers==5.24.0 'flash-attn>=2.7.4.post1'    fetch, digest, extend compat_matrix/<upstream>.toml
+    matrix refresh transformers==5.24.0 'flash-attn>=2.8'            fetch, digest, extend compat_matrix/<upstream>.toml
     matrix refresh 'transformers>=4.57' --from DIR                   the same, from files that are already here
     matrix table [--check]                                           MATRIX.md and README's table, from the evidence
 
@@ -11,7 +11,6 @@ and is written only with ``--accept``, which says that a person looked.
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import functools
 import hashlib
@@ -45,11 +44,6 @@ from fsdp_sink_patches import _fingerprint, _records, _registry
 from fsdp_sink_patches._fingerprint import Shape
 from fsdp_sink_patches._patch import Patch
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 BEGIN, END = "<!-- patches:begin -->", "<!-- patches:end -->"
 
 
@@ -80,7 +74,7 @@ def parse_requirements(texts: Sequence[str], *, bare: bool) -> list[Requirement]
             raise MatrixError(f"{text!r} is not a requirement such as 'transformers==5.24.0': {error}") from error
         if canonicalize_name(requirement.name) not in known:
             raise MatrixError(
-                f"{requirement.name!r} is not the upstream of any patch; these are: {', '.join(sorted(known)) or 'none'}"
+                f"{requirement.name!r} is not the upstream of any patch; these are: {', '.join(sorted(known))}"
             )
         if not requirement.specifier and not bare:
             raise MatrixError(
@@ -118,19 +112,24 @@ def in_directory(directory: Path, requirements: Iterable[Requirement]) -> list[A
 
 
 def _names(archives: Iterable[Archive], name: str) -> str:
-    return ", ".join(str(a.version) for a in sorted(archives, key=lambda a: a.version) if a.distribution == name) or "none"
+    return (
+        ", ".join(str(a.version) for a in sorted(archives, key=lambda a: a.version) if a.distribution == name) or "none"
+    )
 
 
 def _admits(specifier: SpecifierSet, version: Version) -> bool:
     # packaging 25 and 26 differ on pre-releases unless they are asked for; a range without one means final releases.
-    return specifier.contains(version, prereleases=True) and (not version.is_prerelease or specifier.prereleases is True)
+    return specifier.contains(version, prereleases=True) and (
+        not version.is_prerelease or specifier.prereleases is True
+    )
 
 
 def fetch(requirements: Sequence[Requirement], progress: Progress, use: Callable[[Archive], None]) -> None:
     """Download each matching release in turn, hand it to ``use``, and delete it.
 
-    pip finds and fetches, so that its index, find-links, proxy, certificate and credentials settings hold. Its finder is
-    driven directly because every public command runs an sdist's ``setup.py`` for metadata, and flash-attn's needs torch.
+    pip finds and fetches, so that its index, find-links, proxy, certificate and credentials settings hold. Its finder
+    is driven directly because every public command runs an sdist's ``setup.py`` for metadata, and flash-attn's needs
+    torch.
     """
     try:
         command = importlib.import_module("pip._internal.commands.download").DownloadCommand("download", "")
@@ -204,7 +203,7 @@ def _download(session: Any, link: Any, path: Path, progress: Progress, task: Tas
 
 
 def unpack(found: Archive, into: Path, refs: Iterable[str]) -> Path:
-    """Write the files of a wheel or sdist that ``refs`` live in below ``into``; returns the folder of their packages."""
+    """Write the files of a wheel or sdist that ``refs`` live in below ``into``; returns where their packages lie."""
     modules = {ref.partition(":")[0] for ref in refs}
     wanted = set()
     for module in modules:
@@ -240,20 +239,17 @@ def _members(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 
 def source(ref: str, root: Path | None) -> str:
-    """The lines of a symbol, for a person to read; empty where it is absent."""
-    try:
-        path, first = _fingerprint.locate(ref, root)
-    except LookupError:
+    """The lines of a symbol, every definition of it, for a person to read; empty where it is absent."""
+    nodes = _fingerprint.definitions(ref, root)
+    if not nodes:
         return ""
-    with tokenize.open(path) as file:
-        text = file.read()
-    last = first
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.stmt):
-            start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-            if start == first:
-                last = max(last, node.end_lineno or first)
-    return "\n".join(text.split("\n")[first - 1 : last]) + "\n"
+    with tokenize.open(_fingerprint.locate(ref, root)[0]) as file:
+        lines = file.read().split("\n")
+    cut = []
+    for node in nodes:
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+        cut += lines[first - 1 : node.end_lineno]
+    return "\n".join(cut) + "\n"
 
 
 # --- shapes --------------------------------------------------------------------------------------------------------
@@ -288,7 +284,7 @@ def nearest(shapes: Iterable[Shape], version: str, refs: Iterable[str]) -> tuple
 def render_toml(shapes: Mapping[str, Sequence[Shape]]) -> str:
     """The text of ``compat_matrix/<upstream>.toml``: per patch id, an array of shapes."""
     lines = [
-        "# Written by `python -m fsdp_sink_patches.matrix refresh`; not by hand. Each shape is one form of the upstream",
+        "# Written by `python -m fsdp_sink_patches.matrix refresh`; not by hand. A shape is one form of upstream",
         "# source that a patch was checked against: the releases that have it, and the digest of every symbol.",
     ]
     for patch_id in sorted(shapes):
@@ -464,7 +460,13 @@ def refresh(options: argparse.Namespace, out: Console) -> int:
     code = 1 if run.unknown else 0
     if options.json:
         out.print_json(
-            data={"schema": 1, "findings": run.findings, "written": written, "outdated": run.outdated(), "exit_code": code}
+            data={
+                "schema": 1,
+                "findings": run.findings,
+                "written": written,
+                "outdated": run.outdated(),
+                "exit_code": code,
+            }
         )
         return code
     for name in written:
@@ -478,8 +480,8 @@ def refresh(options: argparse.Namespace, out: Console) -> int:
     if run.unknown:
         releases = sorted({f"{f['distribution']}=={f['version']}" for f in run.unknown})
         out.print(
-            f"not written: {len(run.unknown)} new source shapes in {', '.join(releases)}. Read what changed above; if the "
-            "patch is still right for it, run the same command with --accept.",
+            f"not written: {len(run.unknown)} new source shapes in {', '.join(releases)}. Read what changed above; if "
+            "the patch is still right for it (run tests/behaviour on that release), run this again with --accept.",
             highlight=False,
         )
     return code
@@ -513,117 +515,76 @@ def _print_finding(run: Refresh, finding: Mapping[str, Any], out: Console) -> No
 # --- tables --------------------------------------------------------------------------------------------------------
 
 
-def ranges(versions: Iterable[str], universe: Iterable[str]) -> str:
-    """``"4.57.1 to 5.0.0, 5.2.0"``: runs that skip no release of ``universe``."""
-    every = sorted(set(universe) | set(versions), key=Version)
-    wanted = set(versions)
-    runs: list[list[str]] = []
-    previous = False
-    for version in every:
-        if version in wanted:
-            if previous:
-                runs[-1].append(version)
-            else:
-                runs.append([version])
-        previous = version in wanted
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs) or "none"
+def span(distribution: str, versions: Sequence[str]) -> str:
+    """``"transformers 4.57.0 to 5.24.0 (51 releases)"``; the releases between need not all be among ``versions``."""
+    if len(versions) < 2:
+        return f"{distribution} {versions[0]}" if versions else "none"
+    ordered = sorted(versions, key=Version)
+    return f"{distribution} {ordered[0]} to {ordered[-1]} ({len(ordered)} releases)"
 
 
-def record_lines(patch: Patch, shapes: Sequence[Shape]) -> list[tuple[Mapping[str, Any], str, tuple[str, ...]]]:
-    """Each record of a patch with its state: ``validated`` for the releases of the shape it was made on, or ``stale``."""
-    own = _records.sources(patch)
-    lines = []
-    for record in _records.load(patch.id):
-        states = [(shape, _records.judge([record], shape.digests, own)) for shape in shapes]
-        good = next((shape for shape, state in states if state.state == "validated"), None)
-        if good is not None:
-            lines.append((record, "validated", good.versions))
-        else:
-            lines.append((record, "stale", ()))
-    return lines
+def gpu_records(patch: Patch) -> list[tuple[Mapping[str, Any], Shape | None]]:
+    """Each GPU record of a patch, oldest first, with the shape that it speaks for; None for a stale one."""
+    shapes, records = _fingerprint.shapes(patch), _records.load(patch.id)
+    own = _records.sources(patch) if records else {}
+    return [
+        (record, next((s for s in shapes if _records.judge([record], s.digests, own).state == "validated"), None))
+        for record in records
+    ]
 
 
 def matrix_text() -> str:
     """``compat_matrix/MATRIX.md``."""
     patches = _registry.patches()
-    shapes = {id: _fingerprint.shapes(patch) for id, patch in patches.items()}
     lines = [
         "# Compatibility matrix",
         "",
-        "Generated by `python -m fsdp_sink_patches.matrix table` from the TOML files and records beside it; a test compares.",
-        "",
-        "## Patches",
+        "Written by `python -m fsdp_sink_patches.matrix table` from the TOML files and records beside it.",
         "",
         *patch_table(),
         "",
-        "## Source shapes",
+        "## Known sources",
         "",
         "Releases in one row have the same source wherever the patch touches or relies on it.",
     ]
     for id, patch in patches.items():
-        universe = [v for p in patches.values() if p.distribution == patch.distribution for s in shapes[p.id] for v in s.versions]
-        lines += ["", f"### {id}", "", f"{patch.gives}. {patch.distribution} `{patch.requires}`"]
-        lines[-1] += f", needless from {patch.fixed_in}." if patch.fixed_in else "."
-        lines += [f"Upstream: <{patch.link}>. Remove when {patch.remove_when.rstrip('.')}.", ""]
-        if not shapes[id]:
-            lines.append("No release is known.")
-            continue
-        lines += ["| releases | changed against the row above |", "|---|---|"]
-        before: Shape | None = None
-        for shape in shapes[id]:
-            changed = [f"`{r}`" for r, d in shape.digests.items() if before is not None and before.digests.get(r) != d]
-            lines.append(f"| {ranges(shape.versions, universe)} | {', '.join(changed) or '-'} |")
-            before = shape
-    lines += ["", "## GPU records", ""]
-    rows = [(patch, *row) for id, patch in patches.items() for row in record_lines(patch, shapes[id])]
-    if rows:
+        needless = f", needless from {patch.fixed_in}" if patch.fixed_in else ""
         lines += [
-            "| patch | cell | state | worst error of its limit | unpatched | time | peak memory | date |",
-            "|---|---|---|---|---|---|---|---|",
+            "",
+            f"### {id}",
+            "",
+            f"{patch.gives}. {patch.distribution} `{patch.requires}`{needless}. Upstream: <{patch.link}>.",
+            f"Remove when {patch.remove_when.rstrip('.')}.",
+            "",
+            "| releases | changed against the row above |",
+            "|---|---|",
         ]
-    else:
-        lines.append("None yet.")
-    for patch, record, state, versions in rows:
-        where = f"{state} for {patch.distribution} {ranges(versions, versions)}" if versions else state
-        lines.append(
-            f"| {patch.id} | {record['cell']} | {where} | {worst(record['patched'])} | {worst(record['unpatched'])} "
-            f"| {ratio(record, 'time_ms')} | {ratio(record, 'peak_bytes')} | {record['date'][:10]} |"
-        )
-    lines += ["", "## Environments tested", "", "| cell | Python | GPU | distributions |", "|---|---|---|---|"]
-    for name, cell in cells().items():
-        lines.append(f"| {name} | {cell['python']} | {'yes' if cell['gpu'] else 'no'} | {', '.join(cell['distributions'])} |")
+        before: Mapping[str, str] = {}
+        for shape in _fingerprint.shapes(patch):
+            changed = [f"`{ref.partition(':')[2]}`" for ref, d in shape.digests.items() if before.get(ref, d) != d]
+            lines.append(f"| {', '.join(shape.versions)} | {', '.join(changed) or '-'} |")
+            before = shape.digests
+    lines += ["", "## GPU records", "", "| patch | cell | GPU | validated for | date |", "|---|---|---|---|---|"]
+    for id, patch in patches.items():
+        for record, good in gpu_records(patch):
+            where = f"{patch.distribution} {', '.join(good.versions)}" if good else "nothing: stale"
+            gpu = _records.gpu_name(record)
+            lines.append(f"| {id} | {record['cell']} | {gpu} | {where} | {record['date'][:10]} |")
     return "\n".join(lines) + "\n"
-
-
-def worst(measured: Mapping[str, Any]) -> str:
-    """The quantity furthest up against its limit, of one measurement of a record."""
-    if "raises" in measured:
-        return f"raises {measured['raises'].split(':')[0]}"
-    share = {name: float(measured["errors"][name]) / limit for name, limit in measured["limits"].items()}
-    name = max(share, key=lambda n: (share[n] != share[n], share[n]))
-    return f"{name} {float(measured['errors'][name]):.2g} of {measured['limits'][name]:.2g}"
-
-
-def ratio(record: Mapping[str, Any], quantity: str) -> str:
-    """Patched over unpatched, e.g. ``"1.04x"``; ``-`` where there is nothing to divide by."""
-    before = record["unpatched"].get(quantity)
-    return f"{record['patched'][quantity] / before:.2f}x" if before else "-"
 
 
 def patch_table() -> list[str]:
     """One row a patch, for MATRIX.md and README."""
     lines = ["| patch | what you get | releases known | GPU record |", "|---|---|---|---|"]
     for id, patch in _registry.patches().items():
-        shapes = _fingerprint.shapes(patch)
-        versions = [v for shape in shapes for v in shape.versions]
-        records = record_lines(patch, shapes)
-        good = [(record, v) for record, state, v in records if state == "validated"]
-        if good:
-            record, known = good[-1]
-            gpu = f"validated: {_records.gpu_name(record)}, {patch.distribution} {ranges(known, versions)}"
-        else:
-            gpu = "stale" if records else "never"
-        lines.append(f"| `{id}` | {patch.gives} | {patch.distribution} {ranges(versions, versions)} | {gpu} |")
+        versions = [v for shape in _fingerprint.shapes(patch) for v in shape.versions]
+        records = gpu_records(patch)
+        gpu = "stale" if records else "never"
+        for record, good in records:
+            if good is not None:
+                place = span(patch.distribution, good.versions)
+                gpu = f"validated: {_records.gpu_name(record)}, {record['date'][:10]}, {place}"
+        lines.append(f"| `{id}` | {patch.gives} | {span(patch.distribution, versions)} | {gpu} |")
     return lines
 
 
@@ -634,13 +595,6 @@ def readme_text(text: str) -> str:
     if not begin or not end or BEGIN in tail or END in tail:
         raise MatrixError(f"README.md needs exactly one {BEGIN} followed by one {END}")
     return "\n".join([head + BEGIN, "", *patch_table(), "", END + tail])
-
-
-def cells() -> dict[str, dict[str, Any]]:
-    """``compat_matrix/cells.toml``: the environments we test, by name."""
-    text = (_fingerprint.matrix_directory() / "cells.toml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = tomllib.loads(text)["cells"]
-    return found
 
 
 def table(options: argparse.Namespace, out: Console) -> int:
@@ -680,8 +634,12 @@ def parser() -> argparse.ArgumentParser:
         description="Digest every symbol that a patch replaces or relies on, in each release. Exit 0: all known (new "
         "versions of known source are added); 1: new source, not written without --accept; 2: usage.",
     )
-    one.add_argument("requirement", nargs="+", help="transformers==5.24.0, 'flash-attn>=2.7.4.post1'; a bare name with --from")
-    one.add_argument("--from", dest="from_directory", metavar="DIR", type=Path, help="wheels and sdists already downloaded")
+    one.add_argument(
+        "requirement", nargs="+", help="transformers==5.24.0, 'flash-attn>=2.7.4.post1'; a bare name with --from"
+    )
+    one.add_argument(
+        "--from", dest="from_directory", metavar="DIR", type=Path, help="wheels and sdists already downloaded"
+    )
     one.add_argument("--accept", action="store_true", help="write new digests too: a person has read what changed")
     one.add_argument("--json", action="store_true", help="findings as JSON")
     one.set_defaults(action=refresh)

@@ -5,7 +5,7 @@ backward of a part needs only the merged ``out`` and ``lse``, so every flash ker
 supports sinks.
 """
 
-from fsdp_sink_patches.ops.sink_attention.backends import backends
+from fsdp_sink_patches.ops.sink_attention._backends import backends
 from fsdp_sink_patches.ops.sink_attention.interface import (
     flash_attn_func,
     flash_attn_qkvpacked_func,

@@ -35,6 +35,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     top = lse
     if HAS_SLOTS:
         slot_lse = tl.load(slot_lse_ptr + lse_at, mask=row, other=neg_inf)
+        slot_lse = tl.where(slot_lse == float("inf"), neg_inf, slot_lse)
         top = tl.maximum(top, slot_lse)
     if HAS_SINK:
         sink = tl.load(sink_ptr + head).to(tl.float32)

@@ -50,11 +50,13 @@ def merge_reference(
     out: Tensor, lse: Tensor, s_aux: Tensor | None, slot_out: Tensor | None, slot_lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """:func:`merge` in plain torch."""
-    neg_inf = torch.full((), float("-inf"), dtype=lse.dtype, device=lse.device)
-    key_lse = torch.where(lse == float("inf"), neg_inf, lse)
-    total = key_lse
+
+    def mass(part_lse: Tensor) -> Tensor:
+        return part_lse.to(lse.dtype).masked_fill(part_lse == float("inf"), float("-inf"))
+
+    total = key_lse = mass(lse)
     if slot_lse is not None:
-        total = torch.logaddexp(total, slot_lse.to(lse.dtype))
+        total = torch.logaddexp(total, mass(slot_lse))
     if s_aux is not None:
         total = torch.logaddexp(total, s_aux.to(lse.dtype)[None, :, None])
     shift = torch.where(total == float("-inf"), torch.zeros_like(total), total)
@@ -65,7 +67,7 @@ def merge_reference(
 
     merged = weigh(out, key_lse)
     if slot_out is not None and slot_lse is not None:
-        merged = merged + weigh(slot_out, slot_lse.to(lse.dtype))
+        merged = merged + weigh(slot_out, mass(slot_lse))
     return merged.to(out.dtype).contiguous(), total.contiguous()
 
 

@@ -1,5 +1,9 @@
 """``fsdp_sink_patches::sink_attention``: the operator that torch.compile, checkpointing and autograd see.
 
+It is registered with ``torch.library.Library`` rather than ``torch.library.custom_op``, whose autograd wrapper walks
+the schema at
+each call: 0.1 ms of Python, more than a sliding layer's forward takes on the device.
+
 The forward computes attention over the keys (and over the slots, if any) with whichever backend serves the shapes, and
 joins the parts with the sink. The backward hands every part the merged ``out`` and ``lse``; see ``docs/gpt-oss.md``
 for why that is exact.
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_sink_patches.ops.sink_attention import _merge
-from fsdp_sink_patches.ops.sink_attention.backends import Backend, Part, Request, select
+from fsdp_sink_patches.ops.sink_attention._backends import Backend, Part, Request, select
 
 
 def _request(
@@ -48,8 +52,25 @@ def _slot_keys(slot: Tensor, q: Tensor) -> Tensor:
     return slot.contiguous() if q.dim() == 3 else slot[None].expand(q.shape[0], -1, -1, -1).contiguous()
 
 
-@torch.library.custom_op("fsdp_sink_patches::sink_attention", mutates_args=())
-def sink_attention(
+_library = torch.library.Library("fsdp_sink_patches", "DEF")
+_OPTIONS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
+    "int window_left, int window_right, float softcap, bool deterministic, str backend"
+)
+_library.define(
+    f"sink_attention(Tensor q, Tensor k, Tensor v, Tensor? s_aux, Tensor? slot_k, Tensor? slot_v, {_OPTIONS})"
+    " -> (Tensor, Tensor)"
+)
+_library.define(
+    "sink_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? s_aux, "
+    f"Tensor? slot_k, Tensor? slot_v, {_OPTIONS}, bool need_sinks)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+sink_attention = torch.ops.fsdp_sink_patches.sink_attention.default
+sink_attention_backward = torch.ops.fsdp_sink_patches.sink_attention_backward.default
+
+
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -115,13 +136,15 @@ def _empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype)
 
 
-@sink_attention.register_fake
+_library.impl("sink_attention", _forward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fsdp_sink_patches::sink_attention", lib=_library)
 def _(q, k, v, s_aux, slot_k, slot_v, *_):  # type: ignore[no-untyped-def]
     return _empty_out(q, v), _empty_lse(q)
 
 
-@torch.library.custom_op("fsdp_sink_patches::sink_attention_backward", mutates_args=())
-def sink_attention_backward(
+def _backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -178,13 +201,15 @@ def _absent(q: Tensor) -> Tensor:
 
 def _like(grad: Tensor, x: Tensor | None) -> Tensor:
     """The gradient in the dtype of ``x``, with the strides that ``empty_like`` gives, as a traced graph expects it."""
-    if x is None:
+    if x is None or (grad.dtype == x.dtype and grad.stride() == x.stride()):
         return grad
-    expected = torch.empty_like(x, device="meta").stride()
-    return grad if grad.dtype == x.dtype and grad.stride() == expected else torch.empty_like(x).copy_(grad)
+    return torch.empty_like(x).copy_(grad)
 
 
-@sink_attention_backward.register_fake
+_library.impl("sink_attention_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fsdp_sink_patches::sink_attention_backward", lib=_library)
 def _(dout, q, k, v, out, lse, s_aux, slot_k, slot_v, *rest):  # type: ignore[no-untyped-def]
     need_sinks = rest[-1]
     return (
@@ -197,29 +222,41 @@ def _(dout, q, k, v, out, lse, s_aux, slot_k, slot_v, *rest):  # type: ignore[no
     )
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, k, v, s_aux, slot_k, slot_v, cu_seqlens_q, cu_seqlens_k, *options = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse, s_aux, slot_k, slot_v, cu_seqlens_q, cu_seqlens_k)
-    ctx.options = options
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = sink_attention(*inputs)
+        q, k, v, s_aux, slot_k, slot_v, cu_seqlens_q, cu_seqlens_k, *options = inputs
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(q, k, v, out, lse, s_aux, slot_k, slot_v, cu_seqlens_q, cu_seqlens_k)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _dlse):  # type: ignore[no-untyped-def]
+        saved = ctx.saved_tensors  # read once: non-reentrant checkpointing unpacks a tensor a single time
+        s_aux, slot_k = saved[5:7]
+        needed = ctx.needs_input_grad
+        grads = sink_attention_backward(dout, *saved, *ctx.options, s_aux is not None and needed[3])
+        dq, dk, dv, dsinks, dslot_k, dslot_v = grads
+        return (
+            dq if needed[0] else None,
+            dk if needed[1] else None,
+            dv if needed[2] else None,
+            dsinks if s_aux is not None and needed[3] else None,
+            dslot_k if slot_k is not None and needed[4] else None,
+            dslot_v if slot_k is not None and needed[5] else None,
+            *(None,) * (len(ctx.options) + 2),
+        )
 
 
-def _backward(ctx, dout, _dlse):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors  # read once: non-reentrant checkpointing unpacks a tensor a single time
-    s_aux, slot_k = saved[5:7]
-    needed = ctx.needs_input_grad
-    grads = sink_attention_backward(dout, *saved, *ctx.options, s_aux is not None and needed[3])
-    dq, dk, dv, dsinks, dslot_k, dslot_v = grads
-    return (
-        dq if needed[0] else None,
-        dk if needed[1] else None,
-        dv if needed[2] else None,
-        dsinks if s_aux is not None and needed[3] else None,
-        dslot_k if slot_k is not None and needed[4] else None,
-        dslot_v if slot_k is not None and needed[5] else None,
-        *(None,) * (len(ctx.options) + 2),
-    )
+def _differentiable(*inputs):  # type: ignore[no-untyped-def]
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs[:6]):
+        return _SinkAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return sink_attention(*inputs)
 
 
-sink_attention.register_autograd(_backward, setup_context=_setup_context)
+_library.impl("sink_attention", _differentiable, "Autograd")

@@ -198,40 +198,23 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False, warn_only=warn_only)
 
 
-class TorchFlash(_Flash):
-    """The flash-attention 2 kernels that torch itself ships, and with sinks a Triton forward; no package needed."""
+class _FlashTwo(_Flash):
+    """flash-attention 2, torch's build or the package's: with sinks a Triton forward takes its forward's place.
 
-    name = "torch"
+    Its own forward rounds ``out`` before the sink can rescale it, which makes 1.3 times the error; see
+    ``_forward_kernel``.
+    """
+
     native_sinks = True
 
     def __init__(self) -> None:
         self._too_large: set[tuple[int, bool]] = set()
 
-    def unavailable(self) -> str | None:
-        if not torch.cuda.is_available():
-            return "no CUDA device"
-        if not torch.backends.cuda.is_flash_attention_available():
-            return f"torch {torch.__version__} was built without flash attention"
-        return None
-
-    def refuses(self, request: Request) -> str | None:
-        if request.softcap:
-            return "torch's flash kernels have no softcap"
-        return super().refuses(request)
-
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        if sinks is not None:
-            return self._with_sinks(q, k, v, part, sinks)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, part.cu_seqlens_q, part.cu_seqlens_k, part.max_seqlen_q, part.max_seqlen_k,
-            0.0, part.causal, False,
-            scale=part.scale, window_size_left=part.window[0], window_size_right=part.window[1],
-        )  # fmt: skip
-        return out, lse
-
-    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        if sinks is None:
+            return self._plain(q, k, v, part)
         shape = (q.shape[-1], part.window[0] >= 0)
-        if _merge.have_triton() and shape not in self._too_large:
+        if _merge.have_triton() and part.softcap == 0 and shape not in self._too_large and q.is_cuda:
             from triton.runtime.errors import OutOfResources
 
             from fsdp_sink_patches.ops.sink_attention import _forward_kernel
@@ -246,11 +229,41 @@ class TorchFlash(_Flash):
                 log.warning(
                     "sink attention: the Triton forward does not fit this card at head_dim %d: %s", shape[0], error
                 )
-        out, lse = self._forward(q, k, v, part, None)
+        out, lse = self._plain(q, k, v, part)
         if part.cu_seqlens_q is not None:
-            out, lse = _merge.merge(out[None], lse[None], sinks, None, None)
+            out, lse = _merge.merge(out[None], lse[None], sinks)
             return out[0], lse[0]
-        return _merge.merge(out, lse, sinks, None, None)
+        return _merge.merge(out, lse, sinks)
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """The build's own forward, without a sink."""
+        raise NotImplementedError
+
+
+class TorchFlash(_FlashTwo):
+    """The flash-attention 2 kernels that torch itself ships; no package needed."""
+
+    name = "torch"
+
+    def unavailable(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        if not torch.backends.cuda.is_flash_attention_available():
+            return f"torch {torch.__version__} was built without flash attention"
+        return None
+
+    def refuses(self, request: Request) -> str | None:
+        if request.softcap:
+            return "torch's flash kernels have no softcap"
+        return super().refuses(request)
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, part.cu_seqlens_q, part.cu_seqlens_k, part.max_seqlen_q, part.max_seqlen_k,
+            0.0, part.causal, False,
+            scale=part.scale, window_size_left=part.window[0], window_size_right=part.window[1],
+        )  # fmt: skip
+        return out, lse
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part
@@ -266,7 +279,7 @@ class TorchFlash(_Flash):
         return dq, dk, dv
 
 
-class FlashAttn2(_Flash):
+class FlashAttn2(_FlashTwo):
     """The ``flash-attn`` package, 2.7.4.post1 or newer (older releases return other tuples)."""
 
     name = "flash-attn-2"
@@ -275,7 +288,7 @@ class FlashAttn2(_Flash):
     def unavailable(self) -> str | None:
         return _distribution_problem("flash-attn", self.oldest) or _import_problem("flash_attn.flash_attn_interface")
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         api: Any = importlib.import_module("flash_attn.flash_attn_interface")
         if part.cu_seqlens_q is None:
             out, lse, *_ = api._flash_attn_forward(q, k, v, **self._shared(part), return_softmax=False)
