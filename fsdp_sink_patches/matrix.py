@@ -525,10 +525,11 @@ def span(distribution: str, versions: Sequence[str]) -> str:
 
 def gpu_records(patch: Patch) -> list[tuple[Mapping[str, Any], Shape | None]]:
     """Each GPU record of a patch, oldest first, with the shape that it speaks for; None for a stale one."""
-    own, shapes = _records.sources(patch), _fingerprint.shapes(patch)
+    shapes, records = _fingerprint.shapes(patch), _records.load(patch.id)
+    own = _records.sources(patch) if records else {}
     return [
         (record, next((s for s in shapes if _records.judge([record], s.digests, own).state == "validated"), None))
-        for record in _records.load(patch.id)
+        for record in records
     ]
 
 

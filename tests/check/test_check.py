@@ -148,6 +148,7 @@ def test_explain(checkout: Checkout) -> None:
 def test_explain_what_is_fine(checkout: Checkout) -> None:
     done = checkout.check("--explain", "planted.thing")
     assert done.returncode == 0
+    assert "fingerprint  known, the source of 1.4 to 1.5, 2 releases" in done.stdout
     assert "differs from" not in done.stdout
     assert "expected" not in done.stdout
 
@@ -189,7 +190,7 @@ def test_a_replacement_that_raises_is_failed(checkout: Checkout) -> None:
 def test_an_upstream_that_does_not_import_is_named(checkout: Checkout) -> None:
     checkout.install("1.5", UPSTREAM + "print('on stdout')\nraise OSError('libplanted.so.2')\n")
     row = checkout.row()
-    assert row["state"] == "armed"
+    assert (row["state"], row["fingerprint"]) == ("armed", "known")
     assert "importing planted here raised OSError: libplanted.so.2" in row["reason"]
     assert checkout.row("--strict", code=1)["fails"]
     checkout.install("1.5", EDITED + "raise OSError('libplanted.so.2')\n")
