@@ -153,6 +153,7 @@ def _apply_here(allow_drift: Collection[str]) -> tuple[Report, dict[str, list[st
     for status in _engine.status().patches:
         if status.state not in (State.ARMED, State.APPLIED):
             continue
+        raised: dict[str, list[str]] = {}
         for target in _registry.get(status.id).targets:
             try:
                 importlib.import_module(target.module)
@@ -160,17 +161,16 @@ def _apply_here(allow_drift: Collection[str]) -> tuple[Report, dict[str, list[st
                 pass
             except Exception as error:  # an upstream that can't be imported is what the user wants to read, once
                 if not (target.optional and isinstance(error, ModuleNotFoundError) and error.name == target.module):
-                    note = f"importing {target.module} here raised {type(error).__name__}: {error}."
-                    if note not in notes.setdefault(status.id, []):
-                        notes[status.id].append(note)
+                    raised.setdefault(f"{type(error).__name__}: {error}", []).append(target.module)
+        notes[status.id] = [
+            f"importing {', '.join(dict.fromkeys(modules))} here raised {error}." for error, modules in raised.items()
+        ]
     report = _engine.status()
-    # Nothing of a patch could be imported, so nobody has read its source yet.
+    # Nothing of these could be imported, so their source has not been read yet.
     unread = {s.id for s in report.patches if s.state is State.ARMED and s.fingerprint is None}
     if unread:
         read = _engine.survey(allow_drift)
-        report = Report(
-            tuple(read[s.id] if s.id in unread and read[s.id].state.is_failure else s for s in report.patches)
-        )
+        report = Report(tuple(read[s.id] if s.id in unread else s for s in report.patches))
     return report, notes
 
 
