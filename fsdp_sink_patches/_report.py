@@ -273,7 +273,8 @@ def print_explanation(report: CheckReport, row: Row, why: str, out: Output) -> N
     out.line(
         f"state        {report.state(row)}" + (f": {row.reason}" if row.reason else ""), STYLES[status.state.value]
     )
-    out.line(f"fingerprint  {status.fingerprint or '-'}")
+    known = _span(row.match.shape.versions) if row.match is not None and row.match.known and row.match.shape else ""
+    out.line(f"fingerprint  {status.fingerprint or '-'}" + (f", the source of {known}" if known else ""))
     out.line(f"GPU record   {row.record if row.record is not None else '-'}")
     for title, refs in (
         ("replaces", [(t.path, t.optional) for t in patch.targets]),
@@ -357,7 +358,7 @@ def advice(row: Row) -> list[str]:
 # --- the GPU validation --------------------------------------------------------------------------------------------
 
 
-def print_verdicts(verdicts: Sequence[Verdict], device: str, out: Output) -> None:
+def print_verdicts(verdicts: Sequence[Verdict], out: Output) -> None:
     """One row a quantity: the error with the patch, its limit, the error without; then what both cost."""
     rows = []
     for verdict in verdicts:
@@ -376,14 +377,16 @@ def print_verdicts(verdicts: Sequence[Verdict], device: str, out: Output) -> Non
     out.table(("patch", "quantity", "error", "limit", "without the patch", "verdict"), rows)
     out.line()
     out.table(
-        ("patch", "time", "without it", "peak memory", "without it", "timed"),
+        ("patch", "time", "without it", "ratio", "peak memory", "without it", "ratio", "timed"),
         [
             (
                 verdict.patch,
                 _time(verdict.patched),
                 _time(verdict.unpatched),
+                _ratio(verdict, "time_ms"),
                 _peak(verdict.patched),
                 _peak(verdict.unpatched),
+                _ratio(verdict, "peak_bytes"),
                 str(verdict.patched.get("details", {}).get("timed", "-")),
             )
             for verdict in verdicts
@@ -419,3 +422,8 @@ def _time(measured: Mapping[str, Any]) -> str:
 
 def _peak(measured: Mapping[str, Any]) -> str:
     return f"{measured['peak_bytes'] / 2**20:.0f} MiB" if measured.get("peak_bytes") else "-"
+
+
+def _ratio(verdict: Verdict, name: str) -> str:
+    with_it, without = verdict.patched.get(name), verdict.unpatched.get(name)
+    return f"{float(with_it) / float(without):.2f}" if with_it and without else "-"

@@ -264,7 +264,7 @@ def _gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             _validate.validate(id, options.device, options.timeout, step, id in options.allow_drift) for id in runnable
         ]
     if verdicts:
-        print_verdicts(verdicts, options.device, out)
+        print_verdicts(verdicts, out)
     code = max(code, int(not all(verdict.proves for verdict in verdicts)))
     if options.record and verdicts:
         machine = _validate.environment()

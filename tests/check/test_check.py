@@ -148,6 +148,7 @@ def test_explain(checkout: Checkout) -> None:
 def test_explain_what_is_fine(checkout: Checkout) -> None:
     done = checkout.check("--explain", "planted.thing")
     assert done.returncode == 0
+    assert "fingerprint  known, the source of 1.4 to 1.5, 2 releases" in done.stdout
     assert "differs from" not in done.stdout
     assert "expected" not in done.stdout
 
