@@ -164,6 +164,8 @@ def fetch(requirements: Sequence[Requirement], progress: Progress, use: Callable
 
     command.run = run
     status = command.main(["-qq"])
+    if failure and isinstance(failure[0], OSError):  # every error of requests is one
+        raise MatrixError(f"could not fetch: {failure[0]}. Try again, or use --from DIR.") from failure[0]
     if failure:
         raise failure[0]
     if status:
@@ -182,7 +184,9 @@ def _links(finder: Any, requirement: Requirement) -> Iterator[tuple[str, Version
         if version not in best or (candidate.link.is_wheel and not best[version].is_wheel):
             best[version] = candidate.link
     if not best:
-        newest = max((Version(str(c.version)) for c in everything), default=None)
+        if not everything:
+            raise MatrixError(f"pip found no {name} at all: is its index reachable? Or use --from DIR.")
+        newest = max(Version(str(candidate.version)) for candidate in everything)
         raise MatrixError(f"the index has no release that satisfies {requirement}; the newest {name} is {newest}")
     return ((name, version, best[version]) for version in sorted(best))
 

@@ -175,6 +175,10 @@ def test_pip_fetches_without_installing_or_building(bench: Bench, monkeypatch: p
     assert code == 2
     assert "the newest up-stream is 1.1" in text
     assert bench.refresh("up-stream", offline=False)[0] == 2
+    monkeypatch.setenv("PIP_FIND_LINKS", str(bench.evidence))
+    code, text = bench.refresh("up-stream==1.0", offline=False)
+    assert code == 2
+    assert "pip found no up-stream at all" in text
 
 
 # --- tables --------------------------------------------------------------------------------------------------------
