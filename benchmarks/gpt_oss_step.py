@@ -106,7 +106,6 @@ def main() -> None:
     without_flash_packages()
     for seqlen, documents in cases:
         show("ours, torch", "flash_attention_2", seqlen, documents)
-        show("flex_attention", "flex_attention", seqlen, documents)
     if arguments.json:
         card = torch.cuda.get_device_name()
         arguments.json.write_text(json.dumps({"card": card, "torch": torch.__version__, "rows": rows}, indent=1))

@@ -125,14 +125,15 @@ def variants(seqlen: int, left: int) -> dict[str, tuple[Callable[[], Any], Calla
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seqlen", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each variant takes; the median counts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
     for seqlen in arguments.seqlen:
         for label, left in (("full", -1), ("window 128", 127)):
             runs = variants(seqlen, left)
-            forward = side_by_side({name: run[0] for name, run in runs.items()})
-            backward = side_by_side({name: run[1] for name, run in runs.items()})
+            forward = side_by_side({name: run[0] for name, run in runs.items()}, rounds=arguments.rounds)
+            backward = side_by_side({name: run[1] for name, run in runs.items()}, rounds=arguments.rounds)
             for name in runs:
                 twin = "flash-attn-4's own call" if name == "ours, flash-attn-4" else "torch FA2, no sink"
                 rows.append(
@@ -156,9 +157,10 @@ def main() -> None:
                 )
             del runs
             torch.cuda.empty_cache()
-    if arguments.json:
-        card = torch.cuda.get_device_name()
-        arguments.json.write_text(json.dumps({"card": card, "torch": torch.__version__, "rows": rows}, indent=1))
+            if arguments.json:
+                card = torch.cuda.get_device_name()
+                document = {"card": card, "torch": torch.__version__, "rows": rows}
+                arguments.json.write_text(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":
