@@ -213,17 +213,28 @@ def assert_applied(*ids: str) -> Report:
     return report
 
 
-def survey(allow_drift: Collection[str] = ()) -> Report:
-    """What `apply` would find here, from files and metadata alone: nothing is imported, armed or changed.
+def survey(allow_drift: Collection[str] = (), environment: bool = True) -> Report:
+    """What ``apply()`` would find here, from files and metadata alone: nothing is imported, armed or changed.
 
     ``armed`` means that the version and the source are fine and the patch would be applied.
+
+    Args:
+        allow_drift: as for `apply`.
+        environment: whether the patches that ``FSDP_SINK_PATCHES`` and ``FSDP_SINK_PATCHES_DISABLE`` leave out are
+            ``disabled``; without it they are looked at like the others.
+
+    Raises:
+        UnknownPatch: an id in ``allow_drift`` or in one of those variables that no patch has.
     """
     registered = _registry.patches()
     _check(registered, allow_drift, "allow_drift argument")
+    chosen, _, off = _select(registered, (), ()) if environment else (set(registered), False, {})
     statuses = []
     for id, patch in registered.items():
         entry = _Entry(patch, _gates.look(patch), allow_drift=id in allow_drift)
-        if entry.gate.state is not None:
+        if id not in chosen:
+            entry.state, entry.reason = State.DISABLED, off[id]
+        elif entry.gate.state is not None:
             entry.state, entry.reason = entry.gate.state, entry.gate.reason
         else:
             try:

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--static",
         action="store_true",
-        help="import neither torch nor any upstream: states are what would be, and FSDP_SINK_PATCHES is not looked at",
+        help="import neither torch nor any upstream: states are what would be",
     )
     parser.add_argument(
         "--strict",
@@ -301,7 +301,8 @@ def _no_cuda() -> str | None:
 
 def _sort_out(options: argparse.Namespace, out: Output) -> tuple[list[str], int]:
     """The ids that can be measured here, and the exit code of those that can't; each of those gets a line."""
-    survey = _engine.survey(options.allow_drift)
+    # Each child applies the one patch it measures, whatever the environment chooses for a job.
+    survey = _engine.survey(options.allow_drift, environment=False)
     runnable, code = [], 0
     for id in dict.fromkeys(options.gpu or _registry.patches()):
         gate, status = _gates.look(_registry.get(id)), survey[id]

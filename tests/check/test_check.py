@@ -15,6 +15,7 @@ import pytest
 from planted_checkout import CUDA_TORCH, PATCH, ROOT, SCHEMAS, UPSTREAM, Checkout, schema
 
 EDITED = UPSTREAM.replace("def helper(x):\n    return x", "def helper(x):\n    return -x")
+MODES = [pytest.param((), id="applied"), pytest.param(("--static",), id="static")]
 
 
 @pytest.mark.parametrize("file", sorted(SCHEMAS.glob("*.json")), ids=lambda path: path.name)
@@ -103,7 +104,7 @@ def test_a_terminal_gets_colour(checkout: Checkout) -> None:
     assert b"planted.thing" in text
 
 
-@pytest.mark.parametrize("mode", [(), ("--static",)], ids=["applied", "static"])
+@pytest.mark.parametrize("mode", MODES)
 def test_unknown_source_is_drifted(checkout: Checkout, mode: tuple[str, ...]) -> None:
     checkout.install("1.6", EDITED)
     report = checkout.report(*mode, code=1)
@@ -197,11 +198,35 @@ def test_an_upstream_that_does_not_import_is_named(checkout: Checkout) -> None:
     assert checkout.row(code=1)["state"] == "drifted"
 
 
-def test_the_environment_is_obeyed(checkout: Checkout) -> None:
-    assert checkout.row(FSDP_SINK_PATCHES="none")["state"] == "disabled"
-    assert checkout.row("--strict", FSDP_SINK_PATCHES_DISABLE="planted.thing")["state"] == "disabled"
+@pytest.mark.parametrize("mode", MODES)
+def test_the_environment_is_obeyed(checkout: Checkout, mode: tuple[str, ...]) -> None:
+    row = checkout.row(*mode, FSDP_SINK_PATCHES="none")
+    assert (row["state"], row["reason"]) == ("disabled", "FSDP_SINK_PATCHES=none.")
+    row = checkout.row(*mode, "--strict", FSDP_SINK_PATCHES_DISABLE="planted.thing")
+    assert (row["state"], row["reason"]) == ("disabled", "named in FSDP_SINK_PATCHES_DISABLE.")
     checkout.install("1.6", EDITED)
-    assert checkout.row(code=1, FSDP_SINK_PATCHES="planted.thing")["state"] == "drifted"
+    assert checkout.row(*mode, code=1, FSDP_SINK_PATCHES="planted.thing")["state"] == "drifted"
+    assert checkout.row(*mode, FSDP_SINK_PATCHES="none")["state"] == "disabled"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_environment_names_one_of_two(checkout: Checkout, mode: tuple[str, ...]) -> None:
+    checkout.plant("other", "g")
+    rows = checkout.report(*mode, FSDP_SINK_PATCHES="planted.other")["patches"]
+    assert [row["state"] for row in rows] == ["armed" if mode else "applied", "disabled"]
+    assert rows[1]["reason"] == "not named in FSDP_SINK_PATCHES."
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("variable", ["FSDP_SINK_PATCHES", "FSDP_SINK_PATCHES_DISABLE"])
+def test_an_unknown_id_in_the_environment_is_a_usage_error(
+    checkout: Checkout, mode: tuple[str, ...], variable: str
+) -> None:
+    done = checkout.check(*mode, **{variable: "planted.think"})
+    assert done.returncode == 2, done.stdout + done.stderr
+    said = f"'planted.think' (in {variable}) is not a registered patch; did you mean 'planted.thing'?"
+    assert said in done.stderr
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
