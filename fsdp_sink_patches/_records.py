@@ -21,7 +21,7 @@ from fsdp_sink_patches._patch import Patch
 PACKAGE = "fsdp_sink_patches"
 SCHEMA = 1
 
-State = Literal["validated", "stale", "never"]
+State = Literal["validated", "stale", "never", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RecordState:
 
     Args:
         state: ``validated`` when some record was made of exactly this source, ``stale`` when there are records but each
-            was made of other source, ``never`` when there are none.
+            was made of other source, ``never`` when there are none, ``unreadable`` when a file is no record.
         record: the record that decides: the newest that matches, else the newest.
         changed: for ``stale``, what differs: upstream refs and our own modules.
     """
@@ -61,19 +61,44 @@ def directory() -> Path:
 def load(patch_id: str, root: Path | None = None) -> tuple[Mapping[str, Any], ...]:
     """The records of one patch, oldest first. A file that is no record raises ValueError naming it."""
     found: list[Mapping[str, Any]] = []
-    for path in sorted(((root or directory()) / patch_id).glob("*.json")):
+    folder = (root or directory()) / patch_id
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith("."):  # of a file manager or an editor
+            continue
         try:
+            if path.suffix != ".json":
+                raise ValueError("the name of a record ends in .json")
             record = json.loads(path.read_text(encoding="utf-8"))
-            if record["schema"] != SCHEMA or record["patch"] != patch_id:
-                raise ValueError(f"schema {record['schema']}, patch {record['patch']!r}")
-            record["date"], record["sources"], record["upstream"]["digests"], record["environment"]["gpu"]
-        except (ValueError, KeyError, TypeError) as error:
+            _require(record, patch_id)
+        except (ValueError, OSError) as error:
             raise ValueError(
-                f"{patch_id}: {path.name} is not a record of this patch in schema {SCHEMA}: {error!r}. "
-                f"Delete it and run: python -m {PACKAGE}.check --gpu {patch_id} --record"
+                f"found compat_matrix/records/{patch_id}/{path.name}, expected a GPU record of {patch_id} in schema "
+                f"{SCHEMA}: {error}. Restore the file as it was committed, or delete it and measure again: "
+                f"python -m {PACKAGE}.check --gpu {patch_id} --record"
             ) from error
         found.append(record)
     return tuple(sorted(found, key=lambda record: record["date"]))
+
+
+def _require(record: Any, patch_id: str) -> None:
+    """ValueError unless everything that this package reads of a record is there."""
+    if not isinstance(record, dict):
+        raise ValueError(f"it holds a {type(record).__name__}")
+    for name, wanted in (("schema", SCHEMA), ("patch", patch_id)):
+        if record.get(name) != wanted:
+            raise ValueError(f"its {name} is {record.get(name)!r}" if name in record else f"it has no {name!r}")
+    for where, kind in (
+        ("date", str),
+        ("cell", str),
+        ("sources", dict),
+        ("upstream.digests", dict),
+        ("environment.gpu", str),
+    ):
+        value: Any = record
+        for name in where.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(value, kind) or not value:
+            raise ValueError(f"it has no {where!r} that can be read")
 
 
 def judge(

@@ -41,6 +41,7 @@ STYLES = {
     "shadowed": "bold red",
     "failed": "bold red",
     "unknown": "bold red",
+    "unreadable": "bold red",
     "out": "bold red",
     "no": "bold red",
     "proves": "bold red",
@@ -56,7 +57,7 @@ class Row:
         status: the engine's word; under ``--static`` a prediction, and ``armed`` means "would apply".
         fails: this row makes the exit code 1.
         match: the source found against the shapes known; None where the upstream is not installed or can't be read.
-        record: what the GPU records say; None where there is no ``match`` to compare them with.
+        record: what the GPU records say; None where there is no ``match`` to compare them with and each can be read.
         notes: what the check itself has to add to the engine's reason.
     """
 
@@ -228,11 +229,14 @@ def print_report(report: CheckReport, out: Output) -> None:
             for row in report.rows
         ],
     )
-    told = [row for row in report.rows if row.reason and not (report.static and row.status.state is State.ARMED)]
-    if told:
+    # Under --static the reason of every armed row is the same; the table's heading says it.
+    armed = {row.patch.id for row in report.rows if report.static and row.status.state is State.ARMED}
+    told = [(row, " ".join(row.notes) if row.patch.id in armed else row.reason) for row in report.rows]
+    if any(text for _, text in told):
         out.line()
-    for row in told:
-        out.line(f"{row.patch.id}: {row.reason}", "red" if row.fails else None)
+    for row, text in told:
+        if text:
+            out.line(f"{row.patch.id}: {text}", "red" if row.fails else None)
     failing = [row.patch.id for row in report.rows if row.fails]
     if failing:
         out.line()

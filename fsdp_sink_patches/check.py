@@ -39,8 +39,9 @@ from fsdp_sink_patches._state import PatchError, PatchStatus, Report, State
 EPILOG = """
 exit code:
   0  as it should be; patches whose upstream is absent, out of range or already fixed are fine too
-  1  a patch is drifted, conflict, shadowed or failed; or --gpu: an error out of its limit, a run that raises, a
-     negative control that does not fail, or a patch that was named and can't run here
+  1  a patch is drifted, conflict, shadowed or failed, or a file among its GPU records is none;
+     or --gpu: an error out of its limit, a run that raises, a negative control that does not fail, or a patch that was
+     named and can't run here
   2  usage, as an unknown id
 """
 
@@ -179,15 +180,17 @@ def _row(status: PatchStatus, strict: bool, static: bool, notes: list[str]) -> R
     match, record = None, None
     if status.version is not None and status.state is not State.ABSENT:
         match = _match(patch)
-    if match is not None:
-        try:
-            records = _records.load(patch.id)
-        except ValueError as error:  # a broken record must not hide the row it belongs to
-            notes = [*notes, f"{error}"]
-            records = ()
-        own = _records.sources(patch) if records else {}
-        record = _records.judge(records, match.digests, own)
+    try:
+        records = _records.load(patch.id)
+    except ValueError as error:  # a broken record must not hide the row it belongs to
+        record = _records.RecordState("unreadable")
+        notes = [*notes, f"GPU record unreadable: {error}"]
+    else:
+        if match is not None:
+            own = _records.sources(patch) if records else {}
+            record = _records.judge(records, match.digests, own)
     fails = status.state.is_failure or (strict and _falls_short(status, static))
+    fails = fails or (record is not None and record.state == "unreadable")
     return Row(patch, status, fails, match, record, tuple(notes))
 
 

@@ -173,12 +173,47 @@ def test_the_cell_is_named_after_card_torch_and_transformers(checkout: Checkout)
     )
 
 
-def test_a_broken_record_is_named_and_hides_nothing(checkout: Checkout, recorded: dict[str, Any]) -> None:
-    path = checkout.root / "compat_matrix" / "records" / "planted.thing" / "h200-planted1.5.json"
-    path.write_text(json.dumps(recorded | {"schema": 99}))
-    row = checkout.row("--static")
-    assert row["gpu_record"]["state"] == "never"
-    assert "h200-planted1.5.json is not a record of this patch" in row["reason"]
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{}", "it has no 'schema'"),
+        ("[]", "it holds a list"),
+        ('{"schema": 1, "patch": "planted.thing", ', "Expecting property name"),
+        ('{"schema": 99, "patch": "planted.thing"}', "its schema is 99"),
+        ('{"schema": 1, "patch": "planted.other"}', "its patch is 'planted.other'"),
+        ('{"schema": 1, "patch": "planted.thing", "date": 5}', "it has no 'date'"),
+        ("\x00", "Expecting value"),
+    ],
+    ids=["empty", "list", "truncated", "schema", "patch", "fields", "binary"],
+)
+def test_a_file_that_is_no_record_is_named(checkout: Checkout, text: str, why: str) -> None:
+    folder = checkout.root / "compat_matrix" / "records" / "planted.thing"
+    folder.mkdir(parents=True)
+    (folder / "mine.json").write_text(text)
+    report = checkout.report("--static", code=1)
+    jsonschema.validate(report, schema("check"))
+    (row,) = report["patches"]
+    assert (row["state"], row["fails"], row["gpu_record"]["state"]) == ("armed", True, "unreadable")
+    done = checkout.check("--static")
+    assert done.returncode == 1
+    assert re.search(r"^planted\.thing .*  armed \(would apply\)  unreadable$", done.stdout, re.MULTILINE)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("planted.thing: "))
+    assert "compat_matrix/records/planted.thing/mine.json" in line
+    assert why in line
+    assert "python -m fsdp_sink_patches.check --gpu planted.thing --record" in line
+
+
+def test_a_broken_record_beside_a_good_one_is_not_passed_over(checkout: Checkout, recorded: dict[str, Any]) -> None:
+    folder = checkout.root / "compat_matrix" / "records" / "planted.thing"
+    (folder / "older.json").write_text(json.dumps({key: recorded[key] for key in recorded if key != "sources"}))
+    row = checkout.row(code=1)
+    assert (row["state"], row["gpu_record"]["state"]) == ("applied", "unreadable")
+    assert "older.json" in row["reason"]
+    assert "it has no 'sources'" in row["reason"]
+    (folder / "older.json").rename(folder / "older.json~")
+    assert "older.json~" in checkout.row("--static", code=1)["reason"]
+    (folder / "older.json~").unlink()
+    assert checkout.row()["gpu_record"]["state"] == "validated"
 
 
 def test_numbers_survive_json() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import io
+import json
 import keyword
 import shutil
 import sys
 import tokenize
 from pathlib import Path
 
+import jsonschema
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from fsdp_sink_patches import Patch, _fingerprint, _registry
+from fsdp_sink_patches import Patch, _fingerprint, _records, _registry, _validate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,6 +62,48 @@ def test_every_release_we_test_is_known(id: str) -> None:
     known = {version for shape in _fingerprint.shapes(PATCHES[id]) for version in shape.versions}
     assert tested
     assert tested - known == set()
+
+
+def test_the_tables_hold_the_registered_patches_and_no_others() -> None:
+    """A renamed patch must not leave its table behind, and a table must be named after its distribution."""
+    folder = _fingerprint.matrix_directory()
+    found = {
+        (path.stem, id)
+        for path in folder.glob("*.toml")
+        if path.name != "cells.toml"
+        for id in tomllib.loads(path.read_text(encoding="utf-8"))
+    }
+    assert found == {(p.distribution.replace("-", "_"), id) for id, p in _registry.patches().items()}
+
+
+@pytest.mark.parametrize("id", _registry.patches())
+def test_each_shape_is_of_the_patch_as_it_is_now(id: str) -> None:
+    """A symbol added to a patch must be looked up in every release again, and only what may lack may be absent."""
+    patch = _registry.get(id)
+    may_lack = {t.path for t in patch.targets if t.optional} | {r[:-1] for r in patch.relies_on if r.endswith("?")}
+    for shape in _fingerprint.shapes(patch):
+        assert set(shape.digests) == set(_fingerprint.refs(patch))
+        assert {ref for ref, digest in shape.digests.items() if digest == _fingerprint.ABSENT} <= may_lack
+        outside = [v for v in shape.versions if not SpecifierSet(patch.requires).contains(v, prereleases=True)]
+        assert outside == []
+
+
+def test_each_committed_record_is_one() -> None:
+    root = _fingerprint.matrix_directory()
+    rules = json.loads((root / "schema" / "record.schema.json").read_text(encoding="utf-8"))
+    files = [path for path in (root / "records").rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        record = json.loads(text)
+        jsonschema.validate(record, rules)
+        assert path.relative_to(root / "records").parts == (record["patch"], f"{record['cell']}.json")
+        assert record in _records.load(record["patch"])
+        assert _registry.get(record["patch"]).distribution == record["upstream"]["distribution"]
+        both = _validate.Verdict(record["patch"], record["patched"], record["unpatched"])
+        assert both.proves, both.text
+        assert _validate.without_paths(text) == text
+    assert {path.parent.name for path in files} <= set(_registry.patches())
 
 
 @pytest.mark.parametrize("id", _registry.patches())
