@@ -366,7 +366,7 @@ def print_verdicts(verdicts: Sequence[Verdict], out: Output) -> None:
     """One row a quantity: the error with the patch, its limit, the error without; then what both cost."""
     rows = []
     for verdict in verdicts:
-        names = list(verdict.patched.get("limits", {})) or ["-"]
+        names = list({**verdict.patched.get("limits", {}), **verdict.patched.get("errors", {})}) or ["-"]
         for index, name in enumerate(names):
             rows.append(
                 (

@@ -8,19 +8,21 @@ The process without the patch is the negative control: if it is right too, the v
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_sink_patches import _fingerprint, _records, _registry
 from fsdp_sink_patches._patch import Measurement, Patch
@@ -44,11 +46,12 @@ def measure(patch_id: str, device: str, patched: bool, allow_drift: bool = False
         fsdp_sink_patches.apply(patch_id, allow_drift=(patch_id,) if allow_drift else ())
         measured = validate(device)
         fsdp_sink_patches.assert_applied(patch_id)
-        return as_json(measured)
-    try:
-        return as_json(validate(device))
-    except Exception as error:  # whatever upstream does without the patch is the negative control
-        return {"raises": without_paths(f"{type(error).__name__}: {error}".strip().split("\n")[0])}
+    else:
+        try:
+            measured = validate(device)
+        except Exception as error:  # whatever upstream does without the patch is the negative control
+            return {"raises": without_paths(f"{type(error).__name__}: {error}".strip().split("\n")[0])}
+    return as_json(measured)
 
 
 def as_json(measured: Measurement) -> dict[str, Any]:
@@ -92,6 +95,9 @@ def without_paths(text: str) -> str:
 # --- the pair ------------------------------------------------------------------------------------------------------
 
 
+Result = Literal["proved", "wrong", "failed", "control-right", "control-failed"]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Both measurements of one patch, as plain data, and what they prove."""
@@ -101,43 +107,79 @@ class Verdict:
     unpatched: dict[str, Any]
 
     @property
-    def right(self) -> bool:
-        return is_right(self.patched)
+    def control_fails(self) -> bool:
+        """Whether the unpatched process raised, or has some quantity out of the limits of the patched one."""
+        limits, errors = self.patched.get("limits", {}), self.unpatched.get("errors", {})
+        return "raises" in self.unpatched or any(
+            name in errors and not _within(errors[name], limit) for name, limit in limits.items()
+        )
 
     @property
-    def control_fails(self) -> bool:
-        return "raises" in self.unpatched or ("errors" in self.unpatched and not is_right(self.unpatched))
+    def result(self) -> Result:
+        """``proved``; ``wrong``: out of limits with the patch; ``failed``: no measurement with it; ``control-right``:
+        right without the patch too; ``control-failed``: no measurement without it."""
+        if "crashed" in self.patched:
+            return "failed"
+        if faults(self.patched):
+            return "wrong"
+        if "crashed" in self.unpatched:
+            return "control-failed"
+        return "proved" if self.control_fails else "control-right"
 
     @property
     def proves(self) -> bool:
-        return self.right and self.control_fails
+        return self.result == "proved"
 
     @property
     def text(self) -> str:
-        if "crashed" in self.patched:
-            return f"failed: {self.patched['crashed']}"
-        if not self.right:
-            return "out of limits: " + ", ".join(over_limit(self.patched))
-        if "crashed" in self.unpatched:
-            return f"no negative control: the unpatched process did not finish: {self.unpatched['crashed']}"
-        if not self.control_fails:
-            return "proves nothing: the unpatched run is within the limits too"
-        return "right, and wrong without the patch"
+        match self.result:
+            case "failed":
+                return f"failed: {self.patched['crashed']}"
+            case "wrong":
+                return "out of limits: " + ", ".join(faults(self.patched))
+            case "control-failed":
+                return f"no negative control: the unpatched process did not finish: {self.unpatched['crashed']}"
+            case "control-right":
+                return "proves nothing: the unpatched run is within the limits too"
+            case _:
+                return "right, and wrong without the patch"
+
+    def as_json(self) -> dict[str, Any]:
+        """A row of ``compat_matrix/schema/validation.schema.json``, but for its ``record``."""
+        return {
+            "id": self.patch,
+            "result": self.result,
+            "verdict": self.text,
+            "proves": self.proves,
+            "control_fails": self.control_fails,
+            "patched": self.patched,
+            "unpatched": self.unpatched,
+        }
 
 
 def is_right(measured: Mapping[str, Any]) -> bool:
-    """Every quantity within its limit, and at least one quantity."""
-    return bool(measured.get("limits")) and not over_limit(measured)
+    """Every quantity a number within its limit, and at least one quantity."""
+    return not faults(measured)
 
 
-def over_limit(measured: Mapping[str, Any]) -> list[str]:
-    errors = measured.get("errors", {})
-    # "not <=" and not ">": a NaN is out of limits.
-    return [
-        f"{name} {errors.get(name, 'not measured')} > {limit}"
-        for name, limit in measured.get("limits", {}).items()
-        if not float(errors.get(name, math.nan)) <= limit
-    ]
+def faults(measured: Mapping[str, Any]) -> list[str]:
+    """Why a measurement is not right, a text for each quantity. A quantity that is not judged is a fault too."""
+    errors, limits = measured.get("errors", {}), measured.get("limits", {})
+    if not limits:
+        return ["the measurement states no limits"]
+    found = [f"{name} has no limit" for name in errors if name not in limits]
+    for name, limit in limits.items():
+        if not math.isfinite(float(limit)):
+            found.append(f"{name} has a limit of {limit}, which is none")
+        elif name not in errors:
+            found.append(f"{name} was not measured")
+        elif not _within(errors[name], limit):
+            found.append(f"{name} {errors[name]} > {limit}")
+    return found
+
+
+def _within(error: Any, limit: Any) -> bool:
+    return float(error) <= float(limit)  # false for a NaN
 
 
 def run_child(patch_id: str, device: str, patched: bool, timeout: float, allow_drift: bool = False) -> dict[str, Any]:
@@ -153,19 +195,47 @@ def run_child(patch_id: str, device: str, patched: bool, timeout: float, allow_d
     environment["HF_HUB_OFFLINE"] = "1"
     here = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [environment.get("PYTHONPATH")])])
+    # A session of its own: a kernel compiler's workers would outlive a killed child and hold its pipes open.
+    child = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+        out, errors = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return {"crashed": f"no result after {timeout:g} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        result: dict[str, Any] = json.loads(lines[-1])
-        return result
-    if done.returncode == 0:
-        return {"crashed": "it ended without a measurement", "stderr": done.stderr}
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
-    return {"crashed": f"{how}: {without_paths(last)}", "stderr": done.stderr}
+        _kill(child)
+        return {"crashed": f"no result after {timeout:g} s", "stderr": child.communicate()[1]}
+    except BaseException:  # Ctrl-C reaches us only
+        _kill(child)
+        raise
+    if child.returncode == 0:
+        result = next(filter(None, map(_result, reversed(out.splitlines()))), None)
+        return result or {"crashed": "it ended without a measurement", "stderr": errors}
+    last = (errors.strip().splitlines() or ["no message"])[-1]
+    how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit {child.returncode}"
+    return {"crashed": f"{how}: {without_paths(last)}", "stderr": errors}
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _result(line: str) -> dict[str, Any] | None:
+    """What `main` prints, or None for any other line: an upstream may print at exit too."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    if isinstance(found, dict) and (set(found) == {"raises"} or set(found) == {f.name for f in fields(Measurement)}):
+        return found
+    return None
 
 
 def validate(
@@ -225,18 +295,19 @@ def cell_name(machine: Mapping[str, Any]) -> str:
     return "-".join(parts)
 
 
-def record(verdict: Verdict, machine: Mapping[str, Any], cell: str) -> dict[str, Any]:
-    """The content of a record file. Only for a verdict that proves something."""
+def record(verdict: Verdict, machine: Mapping[str, Any], cell: str, allow_drift: bool = False) -> dict[str, Any]:
+    """The content of a record file. Only for a verdict that proves something; ``allow_drift`` as it was measured."""
     if not verdict.proves:
         raise ValueError(f"{verdict.patch}: nothing to record: {verdict.text}")
     patch = _registry.get(verdict.patch)
+    drift = f" --allow-drift {patch.id}" if allow_drift else ""
     return {
         "schema": _records.SCHEMA,
         "patch": patch.id,
         "cell": cell,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "package": package_version(),
-        "command": f"python -m fsdp_sink_patches.check --gpu {patch.id} --record --cell {cell}",
+        "command": f"python -m fsdp_sink_patches.check --gpu {patch.id} --record --cell {cell}{drift}",
         "upstream": {
             "distribution": patch.distribution,
             "version": version(patch.distribution),

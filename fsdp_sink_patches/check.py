@@ -17,9 +17,11 @@ import importlib
 import importlib.util
 import json
 import logging
+import os
 import platform
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from fsdp_sink_patches._report import (
     print_verdicts,
 )
 from fsdp_sink_patches._state import PatchError, PatchStatus, Report, State
+
+VALIDATION_SCHEMA = 1
 
 EPILOG = """
 exit code:
@@ -54,10 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for id in [*options.allow_drift, *(options.gpu or ()), *([options.explain] if options.explain else ())]:
             _registry.get(id)
+        if options.json and options.explain:
+            parser.error("--explain is text; --json holds all of it for every patch")
+        if not options.record and (options.cell is not None or options.record_dir is not None):
+            parser.error("--cell and --record-dir say where a record goes, so they go with --gpu --record")
+        if options.record and options.gpu is None:
+            parser.error("--record goes with --gpu")
         if options.gpu is not None:
             return _gpu(options, parser)
-        if options.record or options.cell or options.record_dir:
-            parser.error("--record, --cell and --record-dir go with --gpu")
         report = look(static=options.static, strict=options.strict, allow_drift=options.allow_drift)
     except _registry.UnknownPatch as error:
         parser.error(str(error))
@@ -81,13 +89,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--json", action="store_true", help="the report as compat_matrix/schema/check.schema.json")
     what.add_argument("--explain", metavar="ID", help="one patch: why, where, what drifted, what to do")
     what.add_argument(
         "--gpu",
         nargs="*",
         metavar="ID",
         help="measure these patches, or all, on this card, each in a process with it and in one without",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="the report as compat_matrix/schema/check.schema.json says; with --gpu, validation.schema.json beside it",
     )
     parser.add_argument(
         "--static",
@@ -254,40 +266,89 @@ def _gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.record and options.device == "cpu":
         why = "a record says that a patch was proved on a card, and a CPU runs none of the kernels"
         parser.error(f"--record needs --device cuda: {why}")
-    if options.cell and not _validate.CELL.fullmatch(options.cell):
+    if options.cell is not None and not _validate.CELL.fullmatch(options.cell):
         parser.error(f"--cell {options.cell!r}: expected small letters, digits, dots and dashes")
-    if options.device == "cuda":
-        problem = _no_cuda()
-        if problem:
-            parser.error(f"--gpu needs a CUDA device: {problem}. --device cpu tries the validations without one")
+    root = options.record_dir or _records.directory()
+    if options.record and not _can_write(root):
+        parser.error(f"no record can be written to {_shown(root)}; give a --record-dir that can be written")
+    with contextlib.redirect_stdout(sys.stderr):  # a torch that prints must not end up in our JSON
+        problem = _no_cuda() if options.device == "cuda" else None
+        runnable, skipped = _sort_out(options)
+    if problem:
+        parser.error(f"--gpu needs a CUDA device: {problem}. --device cpu tries the validations without one")
     out = Output()
-    runnable, code = _sort_out(options, out)
+    if not options.json:
+        for each in skipped:
+            out.line(f"{each.patch}: {each.text}", "red" if each.fails else "dim")
     with _progress(2 * len(runnable)) as step:
         verdicts = [
             _validate.validate(id, options.device, options.timeout, step, id in options.allow_drift) for id in runnable
         ]
+    machine = _validate.environment() if verdicts and options.device == "cuda" else None
+    written: dict[str, str] = {}
+    unwritten: dict[str, str] = {}
+    if options.record and machine is not None:
+        cell = options.cell or _validate.cell_name(machine)
+        for verdict in verdicts:
+            if verdict.proves:
+                content = _validate.record(verdict, machine, cell, verdict.patch in options.allow_drift)
+                try:
+                    written[verdict.patch] = _shown(_validate.write(content, root))
+                except OSError as error:
+                    unwritten[verdict.patch] = f"the record could not be written: {error}. Give another --record-dir."
+    fails = any(each.fails for each in skipped) or not all(verdict.proves for verdict in verdicts) or bool(unwritten)
+    if options.json:
+        rows = [each.as_json() | {"record": None} for each in skipped]
+        rows += [verdict.as_json() | {"record": written.get(verdict.patch)} for verdict in verdicts]
+        report = {
+            "schema": VALIDATION_SCHEMA,
+            "package": _validate.package_version(),
+            "device": options.device,
+            "environment": machine,
+            "patches": sorted(rows, key=lambda row: str(row["id"])),
+            "exit_code": int(fails),
+        }
+        print(json.dumps(report, indent=2, allow_nan=False))
+        for id, why in unwritten.items():
+            print(f"{id}: {why}", file=sys.stderr)
+        return int(fails)
     if verdicts:
         print_verdicts(verdicts, out)
-    code = max(code, int(not all(verdict.proves for verdict in verdicts)))
     if options.record and verdicts:
-        machine = _validate.environment()
-        cell = options.cell or _validate.cell_name(machine)
-        root = options.record_dir or _records.directory()
         out.line()
         for verdict in verdicts:
-            if not verdict.proves:
-                out.line(f"{verdict.patch}: no record written: {verdict.text}")
-                continue
-            try:
-                path = _validate.write(_validate.record(verdict, machine, cell), root)
-            except OSError as error:
-                out.line(
-                    f"{verdict.patch}: the record could not be written: {error}. Give another --record-dir.", "red"
-                )
-                code = 1
+            if verdict.patch in written:
+                out.line(f"{verdict.patch}: recorded in {written[verdict.patch]}")
             else:
-                out.line(f"{verdict.patch}: recorded in {path}")
-    return code
+                why = unwritten.get(verdict.patch, f"no record written: {verdict.text}")
+                out.line(f"{verdict.patch}: {why}", "red")
+    return int(fails)
+
+
+@dataclass(frozen=True)
+class _Skipped:
+    """A patch that can't be measured here, and why; ``fails`` when that makes the exit code 1."""
+
+    patch: str
+    text: str
+    fails: bool
+
+    def as_json(self) -> dict[str, Any]:
+        nothing = {"proves": False, "control_fails": False, "patched": None, "unpatched": None}
+        return {"id": self.patch, "result": "skipped", "verdict": self.text, **nothing}
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where it lies below it: what a user can paste into ``git add``."""
+    path, here = path.resolve(), Path.cwd().resolve()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether ``folder`` is, or could be made, a folder to write to; makes nothing."""
+    folder = folder.resolve()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def _no_cuda() -> str | None:
@@ -302,26 +363,22 @@ def _no_cuda() -> str | None:
     return "torch sees none" if torch.version.cuda else "this torch is built without CUDA"
 
 
-def _sort_out(options: argparse.Namespace, out: Output) -> tuple[list[str], int]:
-    """The ids that can be measured here, and the exit code of those that can't; each of those gets a line."""
+def _sort_out(options: argparse.Namespace) -> tuple[list[str], list[_Skipped]]:
+    """The ids that can be measured here, and those that can't."""
     # Each child applies the one patch it measures, whatever the environment chooses for a job.
     survey = _engine.survey(options.allow_drift, environment=False)
-    runnable, code = [], 0
+    runnable, skipped = [], []
     for id in dict.fromkeys(options.gpu or _registry.patches()):
         gate, status = _gates.look(_registry.get(id)), survey[id]
         if gate.state in (State.ABSENT, State.INAPPLICABLE, State.OBSOLETE):
-            named = id in options.gpu
-            out.line(f"{id}: skipped, {gate.state}. {gate.reason}", "red" if named else "dim")
-            code = max(code, int(named))
+            skipped.append(_Skipped(id, f"skipped, {gate.state}. {gate.reason}", id in options.gpu))
         elif status.state.is_failure:
-            out.line(f"{id}: not measured, {status.state}. {status.reason}", "red")
-            code = 1
+            skipped.append(_Skipped(id, f"not measured, {status.state}. {status.reason}", True))
         elif not _validate.validatable(_registry.get(id)):
-            out.line(f"{id}: its module has no validate(device), so nothing can be measured", "red")
-            code = 1
+            skipped.append(_Skipped(id, "its module has no validate(device), so nothing can be measured", True))
         else:
             runnable.append(id)
-    return runnable, code
+    return runnable, skipped
 
 
 @contextlib.contextmanager

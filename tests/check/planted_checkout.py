@@ -14,6 +14,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+
 import fsdp_sink_patches
 from fsdp_sink_patches._fingerprint import digest
 
@@ -118,6 +120,19 @@ class Checkout:
 
     def row(self, *arguments: str, code: int = 0, id: str = "planted.thing", **environment: str) -> dict[str, Any]:
         (row,) = (row for row in self.report(*arguments, code=code, **environment)["patches"] if row["id"] == id)
+        found: dict[str, Any] = row
+        return found
+
+    def validation(self, *arguments: str, code: int = 0, **environment: str) -> dict[str, Any]:
+        done = self.check("--json", "--gpu", *arguments, **environment)
+        assert done.returncode == code, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        jsonschema.validate(found, schema("validation"))
+        assert found["exit_code"] == code
+        return found
+
+    def verdict(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        (row,) = self.validation("--device", "cpu", *arguments, code=code)["patches"]
         found: dict[str, Any] = row
         return found
 

@@ -242,7 +242,17 @@ def test_unknown_ids_are_usage_errors(checkout: Checkout, arguments: tuple[str, 
 
 
 def test_other_usage_errors(checkout: Checkout) -> None:
-    assert checkout.check("--record").returncode == 2
+    for arguments in (
+        ("--record",),
+        ("--cell", "x"),
+        ("--record-dir", "x"),
+        ("--gpu", "--device", "cpu", "--cell", "x"),
+        ("--gpu", "--device", "cpu", "--record-dir", "x"),
+        ("--gpu", "--device", "cpu", "--cell", ""),
+    ):
+        done = checkout.check(*arguments)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert f"{'--record' if arguments[0] == '--record' else '--cell and --record-dir'} " in done.stderr
     assert checkout.check("--json", "--explain", "planted.thing").returncode == 2
     done = checkout.check(FSDP_SINK_PATCHES="planted.think")
     assert done.returncode == 2

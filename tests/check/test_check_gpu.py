@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -14,6 +15,7 @@ from fsdp_sink_patches import Measurement, _records, _registry, _validate
 
 NO_CONTROL = HELPER.replace("out = abs(planted.f(1) - 1001) / 1001", "out = 0.0")
 ALWAYS_WRONG = HELPER.replace("out = abs(planted.f(1) - 1001) / 1001", "out = float('nan')")
+UNPATCHED, PATCHED = "planted.f(1) != 1001", "planted.f(1) == 1001"
 RAISES_UNPATCHED = HELPER.replace(
     "import planted",
     "import planted\n    if planted.f(1) != 1001: raise TypeError('no such keyword, see /srv/someone/planted.py')",
@@ -62,11 +64,120 @@ def test_raising_with_the_patch_shows_why(checkout: Checkout) -> None:
     assert "_helper.py" in done.stdout  # the traceback
 
 
-def test_a_process_that_hangs(checkout: Checkout) -> None:
-    checkout.write("patches/planted/_helper.py", "def measure(device):\n    import time; time.sleep(60)\n")
-    done = checkout.check("--gpu", "--device", "cpu", "--timeout", "1")
-    assert done.returncode == 1
-    assert "no result after 1 s" in done.stdout
+def only_where(condition: str, statements: str) -> str:
+    return HELPER.replace("import planted\n", f"import planted, os, sys\n    if {condition}: {statements}\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", "signal 9: no message"),
+        ("sys.exit(0)", "it ended without a measurement"),
+        ("os._exit(3)", "exit 3: no message"),
+        ("print('{}'); os._exit(0)", "it ended without a measurement"),
+    ],
+    ids=["killed", "exit", "status", "other-json"],
+)
+def test_a_process_that_dies_is_no_result(checkout: Checkout, end: str, said: str) -> None:
+    checkout.write("patches/planted/_helper.py", only_where(PATCHED, end))
+    row = checkout.verdict(code=1)
+    assert (row["result"], row["verdict"]) == ("failed", f"failed: {said}")
+    assert row["control_fails"] is False  # without limits there is nothing to judge it by
+    checkout.write("patches/planted/_helper.py", only_where(UNPATCHED, end))
+    row = checkout.verdict(code=1)
+    assert (row["result"], row["control_fails"]) == ("control-failed", False)
+    assert row["verdict"] == f"no negative control: the unpatched process did not finish: {said}"
+
+
+@pytest.mark.parametrize(("where", "result"), [(PATCHED, "failed"), (UNPATCHED, "control-failed")])
+def test_a_process_that_hangs_is_no_result(checkout: Checkout, where: str, result: str) -> None:
+    """With a process of its own, as a kernel compiler has, that holds the pipes open when only the child is killed."""
+    hangs = "import subprocess; print('half-way', file=sys.stderr, flush=True); subprocess.run(['sleep', '45'])"
+    checkout.write("patches/planted/_helper.py", only_where(where, hangs))
+    begin = time.monotonic()
+    row = checkout.verdict("--timeout", "4", code=1)
+    assert time.monotonic() - begin < 30
+    assert row["result"] == result
+    assert "no result after 4 s" in row["verdict"]
+    ended = row["patched" if result == "failed" else "unpatched"]
+    assert ended == {"crashed": "no result after 4 s", "stderr": "half-way\n"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ('errors={"out": float("nan")}, limits={"out": 1.0}', "out nan > 1.0"),
+        ('errors={"out": 0.0}, limits={"out": 1.0, "dsink": 1.0}', "dsink was not measured"),
+        ('errors={"out": 0.0, "dsink": 9.0}, limits={"out": 1.0}', "dsink has no limit"),
+        ('errors={"out": 0.0}, limits={}', "the measurement states no limits"),
+        ("errors={}, limits={}", "the measurement states no limits"),
+        ('errors={"out": 0.0}, limits={"out": float("inf")}', "out has a limit of inf, which is none"),
+        ('errors={"out": 0.0}, limits={"out": float("nan")}', "out has a limit of nan, which is none"),
+    ],
+    ids=["nan", "missing", "unjudged", "no-limits", "nothing", "inf-limit", "nan-limit"],
+)
+def test_what_is_not_within_a_limit_is_not_right(checkout: Checkout, stated: str, said: str) -> None:
+    wrong = f"return dict({stated}, time_ms=1.0, peak_bytes=0)"
+    checkout.write("patches/planted/_helper.py", only_where(PATCHED, wrong))
+    row = checkout.verdict(code=1)
+    assert (row["result"], row["verdict"]) == ("wrong", f"out of limits: {said}")
+
+
+@pytest.mark.parametrize(
+    ("stated", "fails"),
+    [
+        ('errors={"out": float("nan")}, limits={"out": 1e-6}', True),
+        ('errors={"out": 0.0}, limits={}', False),
+        ('errors={}, limits={"out": 1e-6}', False),
+        ('errors={"out": 0.5}, limits={"out": 1e-6}', True),
+    ],
+    ids=["nan", "no-limits", "nothing-measured", "wrong"],
+)
+def test_only_a_measured_error_is_a_negative_control(checkout: Checkout, stated: str, fails: bool) -> None:
+    control = f"return dict({stated}, time_ms=1.0, peak_bytes=0)"
+    checkout.write("patches/planted/_helper.py", only_where(UNPATCHED, control))
+    row = checkout.verdict(code=int(not fails))
+    assert (row["result"], row["control_fails"]) == ("proved" if fails else "control-right", fails)
+
+
+def test_a_validation_that_returns_no_measurement_is_no_negative_control(checkout: Checkout) -> None:
+    text = PATCH.replace(
+        "return Measurement(", "import planted\n    if planted.f(1) == 1: return None\n    return Measurement("
+    )
+    checkout.write("patches/planted/thing.py", text.format(slug="thing", name="f"))
+    row = checkout.verdict(code=1)
+    assert row["result"] == "control-failed"
+    assert "AttributeError" in row["verdict"]
+
+
+def test_what_an_upstream_prints_does_not_hide_the_measurement(checkout: Checkout) -> None:
+    noise = "import atexit; print('loading'); atexit.register(print, 'goodbye')"
+    checkout.write("patches/planted/_helper.py", only_where("True", noise))
+    assert checkout.verdict()["proves"]
+
+
+def test_json(checkout: Checkout) -> None:
+    checkout.plant("other", "g", PATCH.replace('distribution="planted"', 'distribution="nowhere-to-be-found"'))
+    report = checkout.validation("--device", "cpu")
+    assert (report["device"], report["environment"]) == ("cpu", None)
+    skipped, row = report["patches"]
+    assert (skipped["id"], skipped["result"], skipped["patched"]) == ("planted.other", "skipped", None)
+    assert "nowhere-to-be-found is not installed" in skipped["verdict"]
+    assert (row["id"], row["result"], row["proves"], row["control_fails"]) == ("planted.thing", "proved", True, True)
+    assert row["patched"] == {
+        "errors": {"out": 0.0},
+        "limits": {"out": 1e-6},
+        "time_ms": 1.5,
+        "peak_bytes": 2**21,
+        "details": {"on": "cpu"},
+    }
+    assert row["unpatched"]["errors"]["out"] > 0.9
+    assert row["record"] is None
+    assert checkout.validation("planted.other", "--device", "cpu", code=1)["patches"][0]["result"] == "skipped"
+    checkout.write("upstream/torch.py", CUDA_TORCH + "    print('a torch that prints')\n")
+    report = checkout.validation("--record", "--cell", "card")
+    assert report["environment"]["gpu"] == "NVIDIA H200"
+    assert report["patches"][1]["record"] == "compat_matrix/records/planted.thing/card.json"
 
 
 def test_the_surrounding_choice_of_patches_does_not_reach_the_children(checkout: Checkout) -> None:
@@ -119,6 +230,7 @@ def test_what_is_recorded(checkout: Checkout, recorded: dict[str, Any]) -> None:
     assert recorded["patched"]["errors"] == {"out": 0.0}
     assert recorded["patched"]["details"] == {"on": "cuda"}
     assert recorded["environment"]["gpu"] == "NVIDIA H200"
+    assert recorded["command"].endswith(" --gpu planted.thing --record --cell h200-planted1.5")
     assert recorded["upstream"]["version"] == "1.5"
     ours = "fsdp_sink_patches.patches.planted"
     assert set(recorded["sources"]) == {ours, f"{ours}._helper", f"{ours}.thing"}
@@ -151,6 +263,35 @@ def test_a_record_speaks_for_the_code_it_was_made_of(checkout: Checkout, recorde
     checkout.install("1.9", UPSTREAM + "def later(x):\n    return x\n")
     record = checkout.row("--static", code=1)["gpu_record"]
     assert (record["state"], record["changed"]) == ("stale", ["planted:later"])
+
+
+def test_the_command_of_a_record_keeps_what_was_allowed(checkout: Checkout) -> None:
+    checkout.write("upstream/torch.py", CUDA_TORCH)
+    checkout.install("1.6", UPSTREAM.replace("def helper(x):\n    return x", "def helper(x):\n    return -x"))
+    done = checkout.check("--gpu", "--record", "--cell", "card", "--allow-drift", "planted.thing")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((checkout.root / "compat_matrix/records/planted.thing/card.json").read_text())
+    asked = "--gpu planted.thing --record --cell card --allow-drift planted.thing"
+    assert record["command"] == f"python -m fsdp_sink_patches.check {asked}"
+
+
+def test_where_a_record_went_is_said_from_where_the_user_is(checkout: Checkout, tmp_path_factory: Any) -> None:
+    checkout.write("upstream/torch.py", CUDA_TORCH)
+    done = checkout.check("--gpu", "--record", "--cell", "card")
+    lines = done.stdout.splitlines()
+    assert "planted.thing: recorded in compat_matrix/records/planted.thing/card.json" in lines
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    done = checkout.check("--gpu", "--record", "--cell", "card", "--record-dir", str(elsewhere))
+    assert f"planted.thing: recorded in {elsewhere.resolve()}/planted.thing/card.json" in done.stdout.splitlines()
+
+
+def test_a_folder_that_can_not_be_written_is_said_before_measuring(checkout: Checkout) -> None:
+    checkout.write("upstream/torch.py", CUDA_TORCH)
+    checkout.write("file", "")
+    done = checkout.check("--gpu", "--record", "--record-dir", "file/records")
+    assert done.returncode == 2
+    assert "no record can be written to file/records; give a --record-dir" in done.stderr
+    assert "measuring" not in done.stderr
 
 
 def test_nothing_is_recorded_of_what_proves_nothing(checkout: Checkout) -> None:
