@@ -43,7 +43,8 @@ VALIDATION_SCHEMA = 1
 EPILOG = """
 exit code:
   0  as it should be; patches whose upstream is absent, out of range or already fixed are fine too
-  1  a patch is drifted, conflict, shadowed or failed, or a file among its GPU records is none;
+  1  a patch is drifted, conflict, shadowed or failed, its upstream is installed and can't be imported, or a file among
+     its GPU records is none;
      or --gpu: an error out of its limit, a run that raises, a negative control that does not fail, or a patch that was
      named and can't run here
   2  usage, as an unknown id
@@ -109,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="exit 1 also for a patch that is inapplicable, obsolete, applied to allowed drift, applied while someone "
-        "still holds the original, or still armed because a module can't be imported; absent and disabled stay fine",
+        help="exit 1 also for a patch that is inapplicable, obsolete, applied to allowed drift, or applied while "
+        "someone still holds the original, or still armed; absent and disabled stay fine",
     )
     parser.add_argument(
         "--allow-drift", action="append", default=[], metavar="ID", help="apply it to unknown source too; repeatable"
@@ -172,11 +173,13 @@ def _apply_here(allow_drift: Collection[str]) -> tuple[Report, dict[str, list[st
                 importlib.import_module(target.module)
             except PatchError:  # raised by our own hook; the report shows it
                 pass
-            except Exception as error:  # an upstream that can't be imported is what the user wants to read, once
+            except (Exception, SystemExit) as error:  # what the user wants to read, once for all that it hits
                 if not (target.optional and isinstance(error, ModuleNotFoundError) and error.name == target.module):
                     raised.setdefault(f"{type(error).__name__}: {error}", []).append(target.module)
         notes[status.id] = [
-            f"importing {', '.join(dict.fromkeys(modules))} here raised {error}." for error, modules in raised.items()
+            f"importing {', '.join(dict.fromkeys(modules))} here raised {error}; to see where: "
+            f"python -c 'import {modules[0]}'."
+            for error, modules in raised.items()
         ]
     report = _engine.status()
     # Nothing of these could be imported, so their source has not been read yet.
@@ -190,6 +193,9 @@ def _apply_here(allow_drift: Collection[str]) -> tuple[Report, dict[str, list[st
 def _row(status: PatchStatus, strict: bool, static: bool, notes: list[str]) -> Row:
     patch = _registry.get(status.id)
     match, record = None, None
+    broken = status.state is State.ARMED and bool(notes)
+    if broken:
+        notes = [*notes, f"Nothing here can use this patch until that works: repair {patch.distribution} or remove it."]
     if status.version is not None and status.state is not State.ABSENT:
         match = _match(patch)
     try:
@@ -201,7 +207,7 @@ def _row(status: PatchStatus, strict: bool, static: bool, notes: list[str]) -> R
         if match is not None:
             own = _records.sources(patch) if records else {}
             record = _records.judge(records, match.digests, own)
-    fails = status.state.is_failure or (strict and _falls_short(status, static))
+    fails = status.state.is_failure or broken or (strict and _falls_short(status, static))
     fails = fails or (record is not None and record.state == "unreadable")
     return Row(patch, status, fails, match, record, tuple(notes))
 

@@ -188,14 +188,33 @@ def test_a_replacement_that_raises_is_failed(checkout: Checkout) -> None:
     assert "Traceback" in done.stdout
 
 
-def test_an_upstream_that_does_not_import_is_named(checkout: Checkout) -> None:
-    checkout.install("1.5", UPSTREAM + "print('on stdout')\nraise OSError('libplanted.so.2')\n")
-    row = checkout.row()
-    assert (row["state"], row["fingerprint"]) == ("armed", "known")
-    assert "importing planted here raised OSError: libplanted.so.2" in row["reason"]
-    assert checkout.row("--strict", code=1)["fails"]
-    checkout.install("1.5", EDITED + "raise OSError('libplanted.so.2')\n")
+@pytest.mark.parametrize("error", ["OSError: libplanted.so.2", "SystemExit: 0"])
+def test_an_upstream_that_does_not_import_is_named(checkout: Checkout, error: str) -> None:
+    name, _, text = error.partition(": ")
+    checkout.install("1.5", UPSTREAM + f"print('on stdout')\nraise {name}('{text}')\n")
+    row = checkout.row(code=1)
+    assert (row["state"], row["fingerprint"], row["fails"]) == ("armed", "known", True)
+    assert f"importing planted here raised {error}; to see where: python -c 'import planted'." in row["reason"]
+    assert "repair planted or remove it" in row["reason"]
+    done = checkout.check()
+    assert done.returncode == 1
+    assert "not as it should be: planted.thing" in done.stdout
+    assert checkout.check("--explain", "planted.thing").returncode == 1
+    assert checkout.row("--static")["state"] == "armed"  # nothing was imported, so nothing is known of it
+    assert checkout.row(FSDP_SINK_PATCHES="none")["state"] == "disabled"
+    checkout.install("1.5", EDITED + f"raise {name}('{text}')\n")
     assert checkout.row(code=1)["state"] == "drifted"
+
+
+def test_a_module_that_does_not_import_and_is_not_needed_is_only_told(checkout: Checkout) -> None:
+    """An optional target waits there; the others are in force, so the patch can be used."""
+    checkout.write("upstream/planted_extra.py", "def f(x):\n    return x\nraise OSError('libextra.so')\n")
+    text = PATCH.replace("replacement),)", 'replacement), Target("planted_extra:f", replacement, optional=True))')
+    checkout.write("patches/planted/thing.py", text.format(slug="thing", name="f"))
+    row = checkout.row("--allow-drift", "planted.thing")
+    assert (row["state"], row["fails"]) == ("applied", False)
+    assert "importing planted_extra here raised OSError: libextra.so" in row["reason"]
+    assert "repair planted" not in row["reason"]
 
 
 @pytest.mark.parametrize("mode", MODES)
