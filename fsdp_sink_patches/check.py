@@ -5,8 +5,7 @@
     python -m fsdp_sink_patches.check --explain ID     one patch: why, where, what drifted, what to do
     python -m fsdp_sink_patches.check --gpu --record   measure each patch on this card and keep the numbers
 
-Exit code 0: as it should be; 1: some patch is drifted, in conflict, shadowed or failed, or a validation is not right;
-2: a usage error.
+Exit code 0: as it should be; 1: something is not, as the end of ``--help`` lists; 2: a usage error.
 """
 
 from __future__ import annotations
@@ -43,11 +42,10 @@ VALIDATION_SCHEMA = 1
 EPILOG = """
 exit code:
   0  as it should be; patches whose upstream is absent, out of range or already fixed are fine too
-  1  a patch is drifted, conflict, shadowed or failed, its upstream is installed and can't be imported, or a file among
-     its GPU records is none;
-     or --gpu: an error out of its limit, a run that raises, a negative control that does not fail, or a patch that was
-     named and can't run here
-  2  usage, as an unknown id
+  1  a patch is drifted, conflict, shadowed or failed; its upstream is installed and can't be imported; a file among its
+     GPU records is none; or --gpu: an error out of its limit, a run that raises, a negative control that does not fail,
+     or a patch that was named and can't run here
+  2  usage, as an unknown id, here or in FSDP_SINK_PATCHES or FSDP_SINK_PATCHES_DISABLE
 """
 
 
@@ -110,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="exit 1 also for a patch that is inapplicable, obsolete, applied to allowed drift, or applied while "
-        "someone still holds the original, or still armed; absent and disabled stay fine",
+        help="exit 1 also for a patch that is inapplicable, obsolete, still armed, applied to allowed drift, or applied "
+        "while someone still holds the original; absent and disabled stay fine",
     )
     parser.add_argument(
         "--allow-drift", action="append", default=[], metavar="ID", help="apply it to unknown source too; repeatable"
