@@ -108,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="exit 1 also for a patch that is inapplicable, obsolete, still armed, applied to allowed drift, or applied "
-        "while someone still holds the original; absent and disabled stay fine",
+        help="exit 1 also for a patch that is inapplicable, obsolete, still armed, applied to allowed drift, or "
+        "applied while someone still holds the original; absent and disabled stay fine",
     )
     parser.add_argument(
         "--allow-drift", action="append", default=[], metavar="ID", help="apply it to unknown source too; repeatable"
