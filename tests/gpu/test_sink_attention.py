@@ -312,6 +312,36 @@ def test_gradients_repeat_bit_for_bit_when_asked(backend):
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
+@pytest.mark.parametrize("backend", AVAILABLE)
+def test_sinks_of_any_stride(backend):
+    q, k, v, _, cu = packed_case(8, 1, 64, torch.bfloat16)
+    table = make_sinks("random", 24).view(8, 3)
+
+    def attend(sinks: Tensor) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, cu, cu, 512, 512, causal=True, s_aux=sinks, backend=backend)
+
+    for sinks in (table[:, 1], make_sinks("random", 16)[::2], make_sinks("8", 1).expand(8)):
+        assert torch.equal(attend(sinks), attend(sinks.contiguous()))
+
+
+def test_inference_mode():
+    q, k, v, _, cu = packed_case(8, 1, 64, torch.bfloat16)
+    expected = flash_attn_varlen_func(q, k, v, cu, cu, 512, 512, causal=True, s_aux=make_sinks("4", 8))
+    with torch.inference_mode():
+        starts = cu.clone()
+        out = flash_attn_varlen_func(q, k, v, starts, starts, 512, 512, causal=True, s_aux=make_sinks("4", 8))
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+def test_tensors_on_the_second_card():
+    q, k, v, _, cu = packed_case(8, 1, 64, torch.bfloat16)
+    first = flash_attn_varlen_func(q, k, v, cu, cu, 512, 512, causal=True, s_aux=make_sinks("4", 8))
+    second = [t.to("cuda:1") for t in (q, k, v, cu, make_sinks("4", 8))]
+    out = flash_attn_varlen_func(*second[:3], second[3], second[3], 512, 512, causal=True, s_aux=second[4])
+    assert torch.equal(out.cpu(), first.cpu())
+
+
 def test_traces_whole_and_passes_opcheck():
     q, k, v, dout, cu = packed_case(8, 1, 64, torch.bfloat16)
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, make_sinks("4", 8))]

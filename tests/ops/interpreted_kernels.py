@@ -99,3 +99,11 @@ def test_a_sink_of_minus_infinity_is_no_sink():
     expected, expected_lse = oracle_attention(q, k, v, causal=True)
     assert relative_error(out, expected) <= 2e-6
     assert relative_error(lse, expected_lse) <= 2e-6
+
+
+def test_sink_gradient_of_a_row_that_sees_nothing():
+    """Under a sink of -inf such a row has lse = -inf; its share must be 0, not exp(-inf - -inf)."""
+    out, dout = draw(1, 4, 1, 8, dtype=torch.float32), draw(1, 4, 1, 8, dtype=torch.float32, seed=1)
+    out[:, 0], lse = 0, torch.tensor([[[float("-inf"), 1.0, 2.0, 3.0]]])
+    gradient = _kernels.sink_gradient(dout, out, lse, torch.tensor([float("-inf")]))
+    assert gradient.tolist() == [0.0]

@@ -244,7 +244,7 @@ def test_each_package_is_called_as_it_wants(package, kind, window, shape):
 def wanted(**changes):
     request = {
         "device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "heads": 8,
-        "kv_heads": 2, "softcap": False, "deterministic": False, "sinks": True, "slots": False,
+        "kv_heads": 2, "softcap": False, "deterministic": False,
     }  # fmt: skip
     return Request(**{**request, **changes})
 

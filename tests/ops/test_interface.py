@@ -39,8 +39,13 @@ def packed(**changes):
         ({"cu_seqlens_q": CU + 1}, r"cu_seqlens_q must start at 0; it starts at 1"),
         ({"cu_seqlens_k": torch.tensor([0, 9, 4, 82, 82, 82, TOKENS])}, r"never decrease; got 9 then 4"),
         ({"cu_seqlens_q": CU[:-1]}, r"cu_seqlens_q must end at the number of tokens, 82; it ends at 81"),
-        ({"cu_seqlens_q": torch.tensor([0, TOKENS])}, r"as many documents; got 1 and 6"),
+        ({"cu_seqlens_q": torch.tensor([0, TOKENS]), "max_seqlen_q": TOKENS}, r"as many documents; got 1 and 6"),
         ({"cu_seqlens_q": CU.float()}, r"cu_seqlens_q must be int32"),
+        ({"cu_seqlens_q": CU.tolist()}, r"cu_seqlens_q must be an int32 tensor; got list"),
+        ({"max_seqlen_q": 36}, r"max_seqlen_q must be at least the longest document of cu_seqlens_q, 37; got 36"),
+        ({"max_seqlen_k": 5}, r"max_seqlen_k must be at least .* 37; got 5"),
+        ({"s_aux": [4.0] * 8}, r"s_aux must be a tensor \[heads\]; got list"),
+        ({"window_size": 128}, r"window_size must be \(left, right\); got 128"),
         ({"k": draw(TOKENS, 3, 16), "v": draw(TOKENS, 3, 16)}, r"kv_heads must divide heads"),
         ({"v": draw(TOKENS, 4, 16)}, r"kv_heads must divide heads and be one for k and v"),
         ({"k": draw(TOKENS, 2, 8)}, r"q and k must have one head_dim"),
@@ -189,6 +194,31 @@ def test_layouts_do_not_matter():
         assert torch.equal(out, wanted)
         for grad, reference in zip(torch.autograd.grad(out.sum(), given), wanted_grads, strict=True):
             assert torch.equal(grad, reference)
+
+
+def test_sinks_of_any_stride():
+    """A column of a parameter for all layers, every second element, one sink shared by all heads."""
+    table = draw(8, 3, seed=4)
+    for sinks in (table[:, 1], draw(16, seed=5)[::2], draw(1, seed=6).expand(8)):
+        assert torch.equal(packed(s_aux=sinks), packed(s_aux=sinks.contiguous()))
+
+
+def test_inference_mode():
+    expected = packed()
+    with torch.inference_mode():
+        assert torch.equal(packed(cu_seqlens_q=CU.clone(), cu_seqlens_k=CU.clone()), expected)
+
+
+def test_a_sink_of_minus_infinity_is_no_sink():
+    """Also for rows without keys, where exp(-inf - -inf) would be NaN."""
+    sinks = torch.tensor([0.0, float("-inf"), 1.0, 2.0], dtype=torch.float64)
+    given = leaves(draw(1, 6, 4, 8), draw(1, 3, 2, 8, seed=1), draw(1, 3, 2, 8, seed=2), sinks)
+    out = flash_attn_func(*given[:3], causal=True, s_aux=given[3])
+    grads = torch.autograd.grad(out.square().sum(), given)
+    assert all(g.isfinite().all() for g in grads)
+    assert grads[3][1] == 0
+    expected, _ = oracle_attention(*(t.detach() for t in given[:3]), sinks, causal=True)
+    assert relative_error(out, expected) <= 1e-12
 
 
 def test_int64_starts_and_tensor_lengths_are_taken():

@@ -65,8 +65,6 @@ class Request:
     kv_heads: int
     softcap: bool
     deterministic: bool
-    sinks: bool
-    slots: bool
 
     def __str__(self) -> str:
         name = self.device if self.device != "cuda" else f"cuda sm{self.capability[0]}{self.capability[1]}"

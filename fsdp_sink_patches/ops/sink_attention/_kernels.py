@@ -87,7 +87,9 @@ def _sink_gradient_kernel(  # type: ignore[no-untyped-def]
     lse = tl.load(lse_ptr + (batch * heads + head) * tokens + t, mask=row, other=float("inf"))
     sink = tl.load(sink_ptr + head).to(tl.float32)
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
-    tl.store(partial_ptr + (batch * heads + head) * blocks + block, -tl.sum(tl.exp(sink - lse) * delta))
+    # a row that sees nothing, under a sink of -inf, has lse = -inf: nothing lies on its sink
+    p_sink = tl.exp(sink - tl.where(lse == float("-inf"), float("inf"), lse))
+    tl.store(partial_ptr + (batch * heads + head) * blocks + block, -tl.sum(p_sink * delta))
 
 
 def _block_tokens(head_dim: int) -> int:

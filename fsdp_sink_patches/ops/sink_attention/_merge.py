@@ -91,5 +91,6 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, s_aux: Tensor) -> Tens
 def sink_gradient_reference(dout: Tensor, out: Tensor, lse: Tensor, s_aux: Tensor) -> Tensor:
     """:func:`sink_gradient` in plain torch."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
-    p_sink = torch.exp(s_aux.to(lse.dtype)[None, :, None] - lse)
+    # a row that sees nothing, under a sink of -inf, has lse = -inf: nothing lies on its sink
+    p_sink = torch.exp(s_aux.to(lse.dtype)[None, :, None] - lse).masked_fill(lse == float("-inf"), 0.0)
     return (-(p_sink * delta).sum(dim=(0, 2))).to(s_aux.dtype)

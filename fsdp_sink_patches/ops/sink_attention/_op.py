@@ -11,16 +11,20 @@ for why that is exact.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from fsdp_sink_patches.ops.sink_attention import _merge
 from fsdp_sink_patches.ops.sink_attention._backends import Backend, Part, Request, select
 
+_Result = TypeVar("_Result")
 
-def _request(
-    q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None, slot_k: Tensor | None, softcap: float, deterministic: bool
-) -> Request:
+
+def _request(q: Tensor, k: Tensor, v: Tensor, softcap: float, deterministic: bool) -> Request:
     return Request(
         device=q.device.type,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0),
@@ -31,8 +35,6 @@ def _request(
         kv_heads=k.shape[-2],
         softcap=softcap > 0,
         deterministic=deterministic,
-        sinks=s_aux is not None,
-        slots=slot_k is not None,
     )
 
 
@@ -70,6 +72,20 @@ sink_attention = torch.ops.fsdp_sink_patches.sink_attention.default
 sink_attention_backward = torch.ops.fsdp_sink_patches.sink_attention_backward.default
 
 
+def _on_its_device(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Triton launches on the current CUDA device, which a model spread over several cards leaves on the first."""
+
+    @functools.wraps(function)
+    def run(first: Tensor, *rest: Any) -> _Result:
+        if not first.is_cuda:
+            return function(first, *rest)
+        with torch.cuda.device(first.device):
+            return function(first, *rest)
+
+    return run
+
+
+@_on_its_device
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -90,7 +106,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """``out`` (like ``q``, v's head_dim, contiguous) and ``lse`` (``[heads, tokens]`` or ``[batch, heads,
     seqlen]``)."""
-    chosen = select(_request(q, k, v, s_aux, slot_k, softcap, deterministic), backend or None)
+    s_aux = None if s_aux is None else s_aux.contiguous()
+    chosen = select(_request(q, k, v, softcap, deterministic), backend or None)
     part = Part(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, (window_left, window_right), softcap, deterministic,
@@ -144,6 +161,7 @@ def _(q, k, v, s_aux, slot_k, slot_v, *_):  # type: ignore[no-untyped-def]
     return _empty_out(q, v), _empty_lse(q)
 
 
+@_on_its_device
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -167,7 +185,8 @@ def _backward(
     need_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``dq, dk, dv, ds_aux, dslot_k, dslot_v``; what is not there or not needed comes back empty."""
-    chosen = select(_request(q, k, v, s_aux, slot_k, softcap, deterministic), backend or None)
+    s_aux = None if s_aux is None else s_aux.contiguous()
+    chosen = select(_request(q, k, v, softcap, deterministic), backend or None)
     part = Part(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, (window_left, window_right), softcap, deterministic,

@@ -7,6 +7,7 @@ window.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import torch
@@ -50,7 +51,10 @@ def flash_attn_func(
         alibi_slopes: must be None.
         deterministic: bitwise equal gradients in every run.
         return_attn_probs: also return the log-sum-exp.
-        s_aux: ``[heads]`` in any floating dtype, or a DTensor of it; its gradient has the same dtype and placement.
+        s_aux: ``[heads]`` in any floating dtype, or a DTensor of it; its gradient has the same dtype and placement. The
+            gradient of a DTensor that is not sharded with the heads is taken to be the same on every rank, as DTensor
+            does: with other data on each rank pass ``s_aux.full_tensor(grad_placements=[Partial()])`` instead (FSDP2
+            hands over plain tensors and reduces by itself).
         sink_kv: ``(k, v)``, each ``[slots, kv_heads, head_dim]``, seen by every query.
         backend: one of :func:`backends`'s names, to force it; None takes the best that serves the request.
 
@@ -117,15 +121,16 @@ def flash_attn_varlen_func(
         raise ValueError(f"q, k and v must be [tokens, heads, head_dim]; got {_shapes(q, k, v)}")
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"k and v must have the same number of tokens; got {_shapes(q, k, v)}")
-    cu_seqlens_q = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], q.device)
-    cu_seqlens_k = _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0], q.device)
+    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
+    cu_seqlens_q = _check_cu_seqlens("q", cu_seqlens_q, max_seqlen_q, q.shape[0], q.device)
+    cu_seqlens_k = _check_cu_seqlens("k", cu_seqlens_k, max_seqlen_k, k.shape[0], q.device)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must speak of as many documents; got {cu_seqlens_q.shape[0] - 1} and "
             f"{cu_seqlens_k.shape[0] - 1}"
         )
     return _attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, _as_int(max_seqlen_q), _as_int(max_seqlen_k),
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, s_aux, sink_kv, backend,
     )  # fmt: skip
 
@@ -212,6 +217,8 @@ def _attention(
         raise ValueError(f"q and k must have one head_dim; got {_shapes(q, k, v)}")
     if softcap < 0:
         raise ValueError(f"softcap must be 0 (off) or positive; got {softcap}")
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right); got {window_size!r}")
     left, right = (-1 if bound is None or bound < 0 else int(bound) for bound in window_size)
     if causal:
         right = 0
@@ -248,6 +255,8 @@ def _as_int(length: int | Tensor) -> int:
 def _check_sinks(s_aux: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
     if s_aux is None:
         return None
+    if not isinstance(s_aux, Tensor):
+        raise ValueError(f"s_aux must be a tensor [heads]; got {type(s_aux).__name__}")
     if s_aux.dim() != 1 or not s_aux.dtype.is_floating_point:
         raise ValueError(f"s_aux must be [heads], floating point; got {list(s_aux.shape)} {s_aux.dtype}")
     if isinstance(s_aux, DTensor):
@@ -300,12 +309,14 @@ def _check_slots(
     return slot_k, slot_v
 
 
-_checked: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-"""Tensors of document starts that were looked at: id -> (the tensor, its version, the tokens it was checked
-against)."""
+_checked: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], int]] = {}
+"""Document starts that were looked at: id -> (the tensor, its version and the tokens, the longest document)."""
 
 
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, device: torch.device) -> Tensor:
+def _check_cu_seqlens(which: str, cu_seqlens: Tensor, max_seqlen: int, total: int, device: torch.device) -> Tensor:
+    name = f"cu_seqlens_{which}"
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"{name} must be an int32 tensor; got {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{name} must be int32 [documents + 1] with at least one document; "
@@ -314,18 +325,29 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, device: torch.d
     if cu_seqlens.device != device:
         raise ValueError(f"{name} must be on {device} with q; got {cu_seqlens.device}")
     if not torch.compiler.is_compiling():
-        _check_starts(name, cu_seqlens, total)
+        longest = _longest_document(name, cu_seqlens, total)
+        if longest is not None and max_seqlen < longest:
+            raise ValueError(
+                f"max_seqlen_{which} must be at least the longest document of {name}, {longest}; got {max_seqlen}. "
+                "Kernels do not write the rows beyond it"
+            )
     return cu_seqlens if cu_seqlens.dtype == torch.int32 else cu_seqlens.to(torch.int32)
 
 
-def _check_starts(name: str, cu_seqlens: Tensor, total: int) -> None:
-    """Look at the values once for each tensor: on CUDA that waits for the device, and every layer gets the same one."""
+def _longest_document(name: str, cu_seqlens: Tensor, total: int) -> int | None:
+    """Look at the values, on CUDA once for each tensor: that waits for the device, and every layer gets the same one.
+
+    A CUDA tensor whose memory is refilled behind its back (``.data.copy_``) is not looked at again. None: no values to
+    look at now.
+    """
     if type(cu_seqlens) is not Tensor or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return  # a fake or functional tensor has no values, and a graph capture must not wait
+        return None  # a fake or functional tensor has no values, and a graph capture must not wait
+    remember = cu_seqlens.is_cuda and not cu_seqlens.is_inference()  # an inference tensor has no version
     key = id(cu_seqlens)
-    seen = _checked.get(key)
-    if seen is not None and seen[0]() is cu_seqlens and seen[1:] == (cu_seqlens._version, total):
-        return
+    stamp = (cu_seqlens._version, total) if remember else (0, total)
+    seen = _checked.get(key) if remember else None
+    if seen is not None and seen[0]() is cu_seqlens and seen[1] == stamp:
+        return seen[2]
     starts = cu_seqlens.tolist()
     fault = None
     if starts[0] != 0:
@@ -337,4 +359,7 @@ def _check_starts(name: str, cu_seqlens: Tensor, total: int) -> None:
         fault = f"end at the number of tokens, {total}; it ends at {starts[-1]}"
     if fault is not None:
         raise ValueError(f"{name} must {fault}")
-    _checked[key] = (weakref.ref(cu_seqlens, lambda _: _checked.pop(key, None)), cu_seqlens._version, total)
+    longest: int = max(b - a for a, b in itertools.pairwise(starts))
+    if remember:
+        _checked[key] = (weakref.ref(cu_seqlens, lambda _: _checked.pop(key, None)), stamp, longest)
+    return longest
