@@ -529,7 +529,11 @@ def span(distribution: str, versions: Sequence[str]) -> str:
 
 def gpu_records(patch: Patch) -> list[tuple[Mapping[str, Any], Shape | None]]:
     """Each GPU record of a patch, oldest first, with the shape that it speaks for; None for a stale one."""
-    shapes, records = _fingerprint.shapes(patch), _records.load(patch.id)
+    shapes = _fingerprint.shapes(patch)
+    try:
+        records = _records.load(patch.id)
+    except ValueError as error:  # a file that is no record; the message names it and says what to do
+        raise MatrixError(str(error)) from error
     own = _records.sources(patch) if records else {}
     return [
         (record, next((s for s in shapes if _records.judge([record], s.digests, own).state == "validated"), None))
