@@ -136,11 +136,10 @@ def measure(model: Any, held_out: list[Row], rank: int, path: Path) -> None:
         torch.save(found | {k: [each[k] for each in everyone] for k in mine}, path)
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: device memory on CUDA, resident memory of the process elsewhere; the highest of all ranks."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
+def highest_peak(allocated: int, device: torch.device) -> int:
+    """Bytes, the highest of all ranks: ``allocated`` on CUDA, elsewhere resident memory of the process's whole life."""
+    peak = allocated
+    if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     highest = torch.tensor(peak, device=device)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -184,6 +183,7 @@ def main() -> None:
     stream = itertools.islice(rows(documents, args.seq_len, seed=2), rank, None, world)
 
     seconds: list[float] = []
+    allocated = 0  # by a training step at its peak, without what measure() needs
     for step in range(args.steps + 1):
         if step % args.measure_every == 0 or step == args.steps:
             measure(model, held_out, rank, args.out / f"measure-{step:04d}.pt")
@@ -193,6 +193,8 @@ def main() -> None:
         if step == args.steps:
             break
         row = next(stream).to(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         begin = time.perf_counter()
         loss = -token_logprobs(model, row).mean()
         loss.backward()
@@ -203,10 +205,12 @@ def main() -> None:
         dist.all_reduce(total)
         mean = total.item() / world  # waits for the device
         seconds.append(time.perf_counter() - begin)
+        if device.type == "cuda":
+            allocated = max(allocated, torch.cuda.max_memory_allocated(device))
         if rank == 0:
             print(json.dumps({"step": step + 1, "loss": round(mean, 4), "seconds": round(seconds[-1], 4)}), flush=True)
 
-    peak = peak_memory(device)
+    peak = highest_peak(allocated, device)
     if rank == 0:
         result = {
             "attn_implementation": args.attn,

@@ -106,6 +106,21 @@ def apply(
             applied stays applied, and a failure at a later import raises there.
         ValueError: an environment variable that can't be read.
     """
+    return _apply(ids, disable, strict, allow_drift, naming_is_loud=True)
+
+
+def autoload() -> Report:
+    """`apply` for a host that did not ask for exceptions: a failure at a later import raises only under strict."""
+    return _apply((), (), None, (), naming_is_loud=False)
+
+
+def _apply(
+    ids: Sequence[str],
+    disable: Collection[str],
+    strict: bool | None,
+    allow_drift: Collection[str],
+    naming_is_loud: bool,
+) -> Report:
     global _called
     registered = _registry.patches()
     chosen, named, off = _select(registered, ids, disable)
@@ -120,7 +135,7 @@ def apply(
         for id, entry in _entries.items():
             if id in chosen:
                 entry.wanted = True
-                entry.loud = entry.loud or loud or named
+                entry.loud = entry.loud or loud or (named and naming_is_loud)
                 entry.allow_drift = entry.allow_drift or id in allow_drift
                 _advance(entry)
             elif id in disable or not entry.wanted:
@@ -159,17 +174,20 @@ def unapply(*ids: str) -> Report:
 
 @contextlib.contextmanager
 def applied(*ids: str) -> Iterator[Report]:
-    """`apply` for a block; afterwards takes back what was not requested before.
+    """`apply` for a block; afterwards takes back what was not requested before, and leaves the rest as it was.
 
     Scoping cannot undo what a module built inside the block keeps: closures, instance attributes, compiled graphs.
     """
     with _lock:
-        before = {id for id, entry in _entries.items() if entry.wanted}
+        before = {id: (entry.loud, entry.allow_drift) for id, entry in _entries.items() if entry.wanted}
     try:
         yield apply(*ids)
     finally:
         with _lock:
             mine = [id for id, entry in _entries.items() if entry.wanted and id not in before]
+            for id, (loud, allow_drift) in before.items():
+                if _entries[id].wanted:
+                    _entries[id].loud, _entries[id].allow_drift = loud, allow_drift
         if mine:
             unapply(*mine)
 

@@ -8,6 +8,9 @@ first on PYTHONPATH, so children (torchrun's workers, multiprocessing's spawn, l
 ``sitecustomize`` of the user's own still runs. Children started with ``-S``, ``-E`` or ``-I``, and workers on other
 nodes, are not reached: use `fsdp_sink_patches.autoload` there.
 
+A child that can't be patched says so and goes on, as with `fsdp_sink_patches.autoload`. Under
+``FSDP_SINK_PATCHES_STRICT=1`` it ends at its start with exit code 1 instead of training without the patches.
+
 Which patches: ``FSDP_SINK_PATCHES``, ``FSDP_SINK_PATCHES_DISABLE`` and ``FSDP_SINK_PATCHES_STRICT``.
 """
 
@@ -55,17 +58,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare_children() -> None:
-    """Put the ``sitecustomize`` directory first on PYTHONPATH, and where this package lies, if nothing else has it."""
+    """Put the ``sitecustomize`` directory first on PYTHONPATH, and last where this package lies, if needed.
+
+    Last, because a bare checkout also holds top-level folders (``patches``, ``tests``) that would hide the user's own.
+    """
     package = Path(__file__).resolve().parent
-    wanted = [str(package / "_children")]
-    root = str(package.parent)
+    children, root = str(package / "_children"), str(package.parent)
+    paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != children]
     site_packages = {
         os.path.realpath(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))
     }
-    if os.path.realpath(root) not in site_packages:
-        wanted.append(root)  # a bare checkout
-    old = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in wanted]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*wanted, *old])
+    if os.path.realpath(root) not in site_packages and root not in paths:
+        paths.append(root)  # a bare checkout
+    os.environ["PYTHONPATH"] = os.pathsep.join([children, *paths])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Applies the patches at interpreter start; found through PYTHONPATH in what `fsdp_sink_patches.run` starts.
 
 Then hands on to the ``sitecustomize`` that this one hides, as if it had not been here. Nothing here may keep an
-interpreter from starting: Python prints an exception in a sitecustomize and goes on, and so does this file.
+interpreter from starting, unless ``FSDP_SINK_PATCHES_STRICT`` asks for that: Python itself prints an exception in a
+sitecustomize and goes on, so under strict the process has to be ended.
 """
 
 import os
@@ -21,6 +22,12 @@ def _apply() -> None:
             "Fix that, or set FSDP_SINK_PATCHES=none.",
             error,
         )
+        # Read here, because the package that reads it may be what failed; what can't be read counts as strict.
+        strict = os.environ.get("FSDP_SINK_PATCHES_STRICT", "").strip().lower()
+        if strict not in ("", "0", "false", "no", "off"):
+            sys.stderr.write("fsdp_sink_patches.run: FSDP_SINK_PATCHES_STRICT is set, so this process ends here.\n")
+            sys.stderr.flush()
+            os._exit(1)  # SystemExit here is a fatal error of the interpreter, whose dump would bury the message
 
 
 def _run_the_hidden_one() -> None:

@@ -196,11 +196,11 @@ def _given_borders(
 
 
 def _longest(given: int | Tensor | None, cu_seqlens: Tensor) -> int:
-    if isinstance(given, int):
-        return given
     if given is None:
         return _once("longest", lambda: int(cu_seqlens.diff().max()), cu_seqlens)
-    return _once("int", lambda: int(given), given)
+    if isinstance(given, Tensor):
+        return _once("int", lambda: int(given), given)
+    return int(given)  # NumPy integers too, which collators give
 
 
 def _packed_borders(position_ids: Tensor, batch: int, length: int) -> _Borders | None:
@@ -313,9 +313,15 @@ def _once(name: Hashable, compute: Callable[[], T], tensor: Tensor, other: Tenso
     """``compute()``, remembered for as long as these very tensors live and are not written to.
 
     All layers of a forward pass get the same position and mask tensors, so what is derived from them costs one device
-    sync a forward pass, not one a layer.
+    sync a forward pass, not one a layer. On the CPU there is no sync to save, and a buffer may be refilled through
+    NumPy, so everything is computed every time.
+
+    Limit on a GPU: a write is noticed by autograd's version counter. One that goes past it (``x.data.copy_(...)``,
+    another library through DLPack, a CUDA graph's replay) into a tensor that is used again is not seen; write with
+    ``x.copy_(...)`` or pass a new tensor.
     """
-    if torch.compiler.is_compiling() or tensor.is_inference() or (other is not None and other.is_inference()):
+    inputs = [tensor] if other is None else [tensor, other]
+    if torch.compiler.is_compiling() or any(x.device.type == "cpu" or x.is_inference() for x in inputs):
         return compute()
     known: dict[Hashable, Any] = _derived.setdefault(tensor, {})  # type: ignore[no-untyped-call]
     stamp = (tensor._version, None if other is None else other._version)

@@ -11,7 +11,8 @@ With the patch those three names run :mod:`fsdp_sink_patches.ops.sink_attention`
 - hy_v4, hy_v4_vl and deepseek_v4 pass ``s_aux`` too, but their attention is not plain attention (top-k indices,
   compressed entries), they declare ``_supports_flash_attn = False``, and they stay refused.
 
-A model without sinks never reaches this code. A sink that can't be computed raises.
+A model without sinks never reaches this code, except on transformers 5.6.0, where upstream crashes without a sink
+(huggingface/transformers#45588). A sink that can't be computed raises.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from packaging.version import Version
+
 Results = dict[str, Any]
 
 TRANSFORMERS = ("transformers.flash-sinks", "transformers.gpt-oss-packed-masks")
@@ -20,11 +22,10 @@ RIGHT_UNDER_EAGER = (
     "eager_packed_empty_cache", "eager_packed_and_padded",
 )  # fmt: skip
 SINGLE = (
-    "packed_fa4", "compiled", "compiled_borders", "generated", "loaded", "derived_once", "autocast", "dropout",
-    "resolved",
-    "refused", "sdpa_forced", "foreign_kernels", "sink_sources", "window", "wide_keys", "precise_sinks",
-    "unusual_arguments", "eager_embeddings", "eager_compiled", "eager_untouched", "flex_masks", "every_model",
-    "validated_flash_sinks", "validated_packed_masks",
+    "packed_fa4", "numpy_lengths", "compiled", "compiled_borders", "generated", "loaded", "derived_once", "autocast",
+    "dropout", "resolved", "refused", "sdpa_forced", "foreign_kernels", "sink_sources", "window", "wide_keys",
+    "precise_sinks", "unusual_arguments", "eager_embeddings", "eager_compiled", "eager_untouched", "flex_masks",
+    "every_model", "validated_flash_sinks", "validated_packed_masks",
 )  # fmt: skip
 CONTROL = (
     *RIGHT_UNDER_FLASH, *RIGHT_UNDER_EAGER, "packed_fa4", "resolved", "refused", "sdpa_forced", "foreign_kernels",
@@ -40,11 +41,31 @@ def errors(result: dict[str, Any]) -> dict[str, float]:
     return {name: result[name] for name in ("logits", "dsink", "gradient")}
 
 
-def proves(patched: dict[str, Any], control: dict[str, Any]) -> bool:
-    """A patch's own validation is right with the patch and fails without."""
-    return patched["right"] and ("raises" in control or not control["right"])
+def refusals(transformers: Version) -> tuple[str, ...]:
+    """How what upstream says begins when gpt-oss asks for flash_attention_2 or _3, in the release it says so."""
+    no_package = (
+        "ImportError: FlashAttention2 has been toggled on",
+        "ImportError: FlashAttention3 has been toggled on",
+    )
+    if transformers < Version("5"):
+        return no_package
+    if transformers < Version("5.3"):
+        # set_attn_implementation on a built model passes the config and looks for the package.
+        return ("ValueError: GPT-OSS model does not support the specified flash attention implementation", *no_package)
+    # The hub kernel that it swaps in can't be loaded; some releases tell a process's second model it isn't registered.
+    return (
+        "ImportError: `kernels` is either not installed or uses an incompatible version",
+        "KeyError: '`kernels-community/vllm-flash-attn3` is not a valid attention implementation",
+    )
 
 
-def fails(result: dict[str, Any]) -> bool:
-    """Raised, or off by more than any rounding."""
-    return "raises" in result or max(errors(result).values()) > 1e-2
+def proves(patched: dict[str, Any], control: dict[str, Any], *refusals: str) -> bool:
+    """A patch's own validation is right with the patch; without, it is wrong or refused in one of these words."""
+    return patched["right"] and (
+        control["raises"].startswith(refusals) if "raises" in control else not control["right"]
+    )
+
+
+def fails(result: dict[str, Any], *refusals: str) -> bool:
+    """Off by more than any rounding, or refused in one of these words; no other exception counts."""
+    return result["raises"].startswith(refusals) if "raises" in result else max(errors(result).values()) > 1e-2

@@ -241,6 +241,19 @@ def given_borders() -> Any:
 
 
 @scenario
+def numpy_lengths() -> Any:
+    """The longest document as a NumPy integer, which is what ``np.diff(borders).max()`` gives a collator."""
+    import numpy as np
+
+    borders = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    longest = np.int64(max(LENGTHS))
+    return _packed(
+        _flash(), LENGTHS,
+        cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest,
+    )  # fmt: skip
+
+
+@scenario
 def padded_left() -> Any:
     return _padded(_flash(), "left")
 
@@ -348,29 +361,38 @@ def generated() -> Any:
 
 @scenario
 def derived_once() -> Any:
-    """How often the borders of documents are derived in a forward pass, and after the positions are written to."""
+    """Borders after a buffer is refilled behind autograd's back, and how often they are derived off the CPU."""
     import models
     from fsdp_sink_patches.patches.transformers import _sink_forward
 
-    model, calls, inner = _flash(num_hidden_layers=4, layer_types=None), [], _sink_forward.document_starts
-    ids, places = models.tokens(1, 24), models.restarting((9, 15))
-    _sink_forward.document_starts = models.counted(inner, calls)
-    try:
-        model(input_ids=ids, position_ids=places, use_cache=False)
-        first = len(calls)
-        model(input_ids=ids, position_ids=places, use_cache=False)
-        second = len(calls)
-        places.copy_(models.restarting((16, 8)))
-        actual = model(input_ids=ids, position_ids=places, use_cache=False).logits
-        third = len(calls)
-    finally:
-        _sink_forward.document_starts = inner
+    model, ids, places = _flash(), models.tokens(1, 24), models.restarting((9, 15))
     exact = models.oracle_of(model)
-    expected = torch.cat([exact(input_ids=ids[:, columns]).logits for _, columns in _row((16, 8))], 1)
-    remembered = len(_sink_forward._derived)
-    del places
-    error = models.relative_error(actual, expected)
-    return {"calls": [first, second, third], "logits": error, "kept": remembered, "left": len(_sink_forward._derived)}
+
+    def error(*lengths: int) -> float:
+        actual = model(input_ids=ids, position_ids=places, use_cache=False).logits
+        expected = [exact(input_ids=ids[:, columns]).logits for _, columns in _row(lengths)]
+        return models.relative_error(actual, torch.cat(expected, 1))
+
+    found: dict[str, Any] = {"first": error(9, 15)}
+    places.data.copy_(models.restarting((16, 8)))
+    found["through .data"] = error(16, 8)
+    places.numpy()[:] = models.restarting((5, 19)).numpy()
+    found["through NumPy"] = error(5, 19)
+
+    calls: list[int] = []
+
+    def count(tensor: Tensor, other: Tensor | None = None) -> int:
+        for _ in range(4):  # layers
+            _sink_forward._once("borders", lambda: calls.append(1), tensor, other)
+        return len(calls)
+
+    elsewhere, masks = torch.zeros(1, 24, device="meta"), torch.zeros(2, 24, device="meta").split(1)
+    counts = [count(elsewhere), count(elsewhere)]
+    elsewhere.zero_()
+    counts += [count(elsewhere), count(elsewhere, masks[0]), count(elsewhere, masks[1])]
+    kept = len(_sink_forward._derived)
+    del elsewhere
+    return {"errors": found, "calls": counts, "kept": [kept, len(_sink_forward._derived)]}
 
 
 @scenario
@@ -806,6 +828,29 @@ def sinkless() -> Any:
     found["s_aux absent"] = [_digest(_attend(_Layer(), q, q, q, None)[0])]
     found["s_aux None"] = [_digest(_attend(_Layer(), q, q, q, None, s_aux=None)[0])]
     return found
+
+
+@scenario
+def sinks_given() -> Any:
+    """The layer's function and the inner one, called with s_aux, where nothing in the model's class or config asks."""
+    import models
+    import transformers.modeling_flash_attention_utils as utils
+
+    g = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    q, k, v = (torch.randn(1, heads, total, 16, generator=g) for heads in (4, 2, 2))
+    sinks = torch.tensor([*models.SINKS, 0.5])
+    borders, places = torch.tensor([0, *LENGTHS]).cumsum(0).int(), models.restarting(LENGTHS)
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    expected, _ = models.oracle_attention(
+        *(x[0] for x in rows), sinks, cu_seqlens_q=borders, cu_seqlens_k=borders, causal=True, window_size=(7, 0)
+    )
+    layer, _ = _attend(_Layer(), q, k, v, None, sliding_window=8, s_aux=sinks, position_ids=places)
+    inner = utils._flash_attention_forward(
+        *rows, None, query_length=total, is_causal=True, sliding_window=8, s_aux=sinks, position_ids=places,
+        attn_implementation="flash_attention_2",
+    )  # fmt: skip
+    return {"layer": models.relative_error(layer[0], expected), "inner": models.relative_error(inner[0], expected)}
 
 
 # --- flash-attn called directly --------------------------------------------------------------------------------------

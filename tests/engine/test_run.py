@@ -122,6 +122,32 @@ def test_children_of_a_bare_checkout_find_the_package(checkout: Path, tmp_path: 
     assert done.stdout == "child 1001\n", done.stderr
 
 
+def test_a_checkout_does_not_hide_the_users_own_packages(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "patches" / "__init__.py").write_text("OWNER = 'the user'\n")
+    child = "import patches, planted; print(patches.OWNER, planted.f(1))"
+    program = script(tmp_path, f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}], cwd='/')\n")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_SINK", "PYTHONPATH"))}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(checkout / "upstream")])
+    command = [sys.executable, "-m", "fsdp_sink_patches.run", program]
+    done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "the user 1001\n", done.stderr
+
+
+@pytest.mark.parametrize(("strict", "code", "printed"), [("0", 0, "trains\n"), ("1", 1, "")])
+def test_a_child_that_cannot_be_patched_ends_only_if_strict(
+    checkout: Path, tmp_path: Path, strict: str, code: int, printed: str
+) -> None:
+    children = str(checkout / "fsdp_sink_patches" / "_children")
+    done = python(
+        checkout, "-c", "print('trains')",
+        PYTHONPATH=children, FSDP_SINK_PATCHES="planted.thin", FSDP_SINK_PATCHES_STRICT=strict,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, printed)
+    assert "did you mean 'planted.thing'" in done.stderr
+    assert ("this process ends here" in done.stderr) == bool(code)
+
+
 def test_spawned_children_apply_too(checkout: Path, tmp_path: Path) -> None:
     program = script(
         tmp_path,
@@ -158,14 +184,17 @@ def test_children_are_untouched_when_none_is_chosen(checkout: Path, tmp_path: Pa
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_broken_package_does_not_keep_an_interpreter_from_starting(checkout: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strict", "code", "printed"), [("", 0, "started\n"), ("1", 1, "")])
+def test_a_broken_package_keeps_an_interpreter_from_starting_only_if_strict(
+    checkout: Path, tmp_path: Path, strict: str, code: int, printed: str
+) -> None:
     children = checkout / "fsdp_sink_patches" / "_children"
     broken = tmp_path / "fsdp_sink_patches"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise RuntimeError('broken install')\n")
     path = os.pathsep.join([str(children), str(tmp_path)])
-    done = python(checkout, "-c", "print('started')", PYTHONPATH=path, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "started\n")
+    done = python(checkout, "-c", "print('started')", PYTHONPATH=path, cwd=tmp_path, FSDP_SINK_PATCHES_STRICT=strict)
+    assert (done.returncode, done.stdout) == (code, printed)
     assert "broken install" in done.stderr
 
 

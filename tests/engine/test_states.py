@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pickle
+import sys
 
 import pytest
 from fakes import World, boom, true
@@ -178,6 +179,52 @@ def test_a_failing_hook_breaks_the_import_only_if_asked_for_and_every_time(world
         with pytest.raises(PatchError, match=r"up\.one: failed") as caught:
             world.load()
         assert caught.value.statuses[0].state is State.FAILED
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_autoload_is_loud_only_under_strict_whatever_the_import_order(
+    world: World, imported: str, strict: str, log: pytest.LogCaptureFixture
+) -> None:
+    world.install()
+    world.patch(known=False)
+    world.monkeypatch.setenv(_engine.SELECT, "up.one")
+    world.monkeypatch.setenv(_engine.STRICT, strict)
+    world.monkeypatch.delitem(sys.modules, "fsdp_sink_patches.autoload", raising=False)
+
+    def both() -> None:
+        if imported == "before":
+            world.load()
+        importlib.import_module("fsdp_sink_patches.autoload")
+        world.load()
+
+    if strict == "1":
+        with pytest.raises(PatchError, match=r"up\.one: drifted"):
+            both()
+    else:
+        both()
+    assert any("up.one: drifted" in r.message and r.levelno >= logging.WARNING for r in log.records)
+    assert fsp.status()["up.one"].state is State.DRIFTED
+
+
+def test_a_block_leaves_no_loudness_behind(world: World) -> None:
+    world.install()
+    world.patch(world.target("Model.supported", boom, kind="value"))
+    fsp.apply()
+    with fsp.applied("up.one"):
+        pass
+    world.load()
+    assert fsp.status()["up.one"].state is State.FAILED
+
+
+def test_a_block_keeps_the_loudness_that_was_there(world: World) -> None:
+    world.install()
+    world.patch(world.target("Model.supported", boom, kind="value"))
+    fsp.apply("up.one")
+    with fsp.applied():
+        pass
+    with pytest.raises(PatchError, match=r"up\.one: failed"):
+        world.load()
 
 
 def test_named_and_strict_raise_at_apply_and_quiet_does_not(world: World) -> None:
