@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 
 from fsdp_sink_patches.ops.sink_attention import _forward_kernel, _kernels, _merge
@@ -107,3 +108,24 @@ def test_sink_gradient_of_a_row_that_sees_nothing():
     out[:, 0], lse = 0, torch.tensor([[[float("-inf"), 1.0, 2.0, 3.0]]])
     gradient = _kernels.sink_gradient(dout, out, lse, torch.tensor([float("-inf")]))
     assert gradient.tolist() == [0.0]
+
+
+def test_tiles_that_do_not_fit_are_never_tried_twice(monkeypatch):
+    """First the fast tiles, then the small ones; with none left the caller takes another path, and knows so at once."""
+    tried = []
+
+    class TooLarge:
+        def __getitem__(self, grid):
+            def launch(*_, **options):
+                tried.append(options["BLOCK_M"])
+                raise OutOfResources(300_000, 100_000, "shared memory")
+
+            return launch
+
+    monkeypatch.setattr(_forward_kernel, "_forward_kernel", TooLarge())
+    monkeypatch.setattr(_forward_kernel, "_too_large", set())
+    q, k, v = (draw(1, 20, 1, 16, dtype=torch.float32, seed=s) for s in range(3))
+    borders = {"cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": 20}
+    for _ in range(2):
+        assert _forward_kernel.forward(q, k, v, torch.zeros(1), scale=0.25, window=(-1, 0), **borders) is None
+    assert tried == [tiles["BLOCK_M"] for tiles in _forward_kernel.tiles(16, windowed=False)]

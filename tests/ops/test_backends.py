@@ -205,10 +205,7 @@ def attend(backend, given, part, dout):
     native = backend.native_sinks
     out, lse = backend.forward(q, k, v, part, sinks if native else None)
     if not native:
-        if q.dim() == 3:
-            out, lse = (t[0] for t in _merge.merge(out[None], lse[None], sinks))
-        else:
-            out, lse = _merge.merge(out, lse, sinks)
+        out, lse = _merge.merge(out, lse, sinks)
     return out, lse, backend.backward(dout, q, k, v, out, lse, part)
 
 

@@ -1,8 +1,8 @@
 """Which kernel computes a part, and how each kernel is called.
 
 Every backend offers the same two functions: attention of one part with its log-sum-exp, and the gradients of a part
-given the merged pair. None of them needs to know what a sink is; flash-attn 4 and torch's (with Triton) take one
-natively.
+given the merged pair. None of them needs to know what a sink is; flash-attn 4 takes one natively, and flash-attn 2 and
+torch's kernels with our Triton forward.
 """
 
 from __future__ import annotations
@@ -205,33 +205,19 @@ class _FlashTwo(_Flash):
 
     native_sinks = True
 
-    def __init__(self) -> None:
-        self._too_large: set[tuple[int, bool]] = set()
-
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         if sinks is None:
             return self._plain(q, k, v, part)
-        shape = (q.shape[-1], part.window[0] >= 0)
-        if _merge.have_triton() and part.softcap == 0 and shape not in self._too_large and q.is_cuda:
-            from triton.runtime.errors import OutOfResources
-
+        if _merge.have_triton() and part.softcap == 0 and q.is_cuda:
             from fsdp_sink_patches.ops.sink_attention import _forward_kernel
 
-            try:
-                return _forward_kernel.forward(
-                    q, k, v, sinks, cu_seqlens_q=part.cu_seqlens_q, cu_seqlens_k=part.cu_seqlens_k,
-                    max_seqlen_q=part.max_seqlen_q, scale=part.scale, window=part.window,
-                )  # fmt: skip
-            except OutOfResources as error:
-                self._too_large.add(shape)
-                log.warning(
-                    "sink attention: the Triton forward does not fit this card at head_dim %d: %s", shape[0], error
-                )
-        out, lse = self._plain(q, k, v, part)
-        if part.cu_seqlens_q is not None:
-            out, lse = _merge.merge(out[None], lse[None], sinks)
-            return out[0], lse[0]
-        return _merge.merge(out, lse, sinks)
+            pair = _forward_kernel.forward(
+                q, k, v, sinks, cu_seqlens_q=part.cu_seqlens_q, cu_seqlens_k=part.cu_seqlens_k,
+                max_seqlen_q=part.max_seqlen_q, scale=part.scale, window=part.window,
+            )  # fmt: skip
+            if pair is not None:
+                return pair
+        return _merge.merge(*self._plain(q, k, v, part), sinks)
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """The build's own forward, without a sink."""
@@ -301,7 +287,6 @@ class FlashAttn2(_FlashTwo):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         api: Any = importlib.import_module("flash_attn.flash_attn_interface")
-        dout, q, k, v, out = (t if t.stride(-1) == 1 else t.contiguous() for t in (dout, q, k, v, out))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         options = {**self._shared(part), "deterministic": part.deterministic}
         if part.cu_seqlens_q is None:

@@ -7,6 +7,7 @@ One program computes BLOCK_M queries of one head (FlashAttention-2, algorithm 1)
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
+
+log = logging.getLogger(__name__)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -154,8 +157,8 @@ def tiles(head_dim: int, windowed: bool) -> list[dict[str, int]]:
     return [{"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}]
 
 
-_too_large: set[tuple[int, int, int]] = set()
-"""Tiles that did not fit a card's shared memory, never tried twice: (device, head_dim, BLOCK_M * BLOCK_N)."""
+_too_large: set[tuple[int, ...]] = set()
+"""Tiles that did not fit a card's shared memory, never tried twice: the card, head_dim, then the tiles' numbers."""
 
 
 def forward(
@@ -170,14 +173,11 @@ def forward(
     scale: float,
     window: tuple[int, int],
     **launch: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """``out`` (contiguous, q's dtype) and ``lse`` (fp32) of attention with a sink, packed or dense; one head_dim for
     all.
 
-    ``launch`` overrides :func:`tiles`.
-
-    Raises:
-        triton.runtime.errors.OutOfResources: no tiles fit this card.
+    None where no tiles fit this card. ``launch`` overrides :func:`tiles`.
     """
     heads, head_dim = q.shape[-2:]
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
@@ -189,10 +189,9 @@ def forward(
     else:
         rows, batch = q.shape[1], q.shape[0]
     strides = [s for t in (q, k, v, out) for s in ((0, *t.stride()[:2]) if packed else t.stride()[:3])]
-    candidates = [launch] if launch else tiles(head_dim, left >= 0)
-    for options in candidates:
-        key = (q.device.index or 0, head_dim, options["BLOCK_M"] * options["BLOCK_N"])
-        if key in _too_large and options is not candidates[-1]:
+    for options in [launch] if launch else tiles(head_dim, left >= 0):
+        key = (q.device.index or 0, head_dim, *options.values())
+        if key in _too_large:
             continue
         try:
             _forward_kernel[(heads, triton.cdiv(rows, options["BLOCK_M"]), batch)](
@@ -202,9 +201,8 @@ def forward(
                 GROUP=heads // k.shape[-2], PACKED=packed, LEFT=left >= 0, RIGHT=right >= 0,
                 D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **options,
             )  # fmt: skip
-            break
-        except OutOfResources:
+            return out, lse
+        except OutOfResources as error:
             _too_large.add(key)
-            if options is candidates[-1]:
-                raise
-    return out, lse
+            log.warning("sink attention: %s do not fit this card at head_dim %d: %s", options, head_dim, error)
+    return None

@@ -30,15 +30,21 @@ def merge(
     """Join attention over keys, over slots, and a sink.
 
     Args:
-        out: ``[batch, seqlen, heads, head_dim]``, attention over the keys; may be overwritten.
-        lse: ``[batch, heads, seqlen]``, its log-sum-exp in fp32 or fp64; may be overwritten. A row without keys may
-            report ``-inf``, or ``+inf`` as flash-attn 2 and 3 do; both mean "no part".
+        out: ``[batch, seqlen, heads, head_dim]``, or packed ``[tokens, heads, head_dim]``, attention over the keys;
+            may be overwritten.
+        lse: ``[batch, heads, seqlen]``, or packed ``[heads, tokens]``, its log-sum-exp in fp32 or fp64; may be
+            overwritten. A row without keys may report ``-inf``, or ``+inf`` as flash-attn 2 and 3 do; both mean "no
+            part".
         s_aux: ``[heads]`` sink logits, or None.
         slot_out, slot_lse: the same as ``out`` and ``lse`` over the sink slots, or None.
 
     Returns:
         The merged pair, contiguous; rows that see nothing have ``out = 0`` and ``lse = -inf``.
     """
+    if out.dim() == 3:
+        slots = (None, None) if slot_out is None or slot_lse is None else (slot_out[None], slot_lse[None])
+        merged, merged_lse = merge(out[None], lse[None], s_aux, *slots)
+        return merged[0], merged_lse[0]
     if _use_kernels(out, lse):
         from fsdp_sink_patches.ops.sink_attention import _kernels
 
@@ -77,10 +83,13 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, s_aux: Tensor) -> Tens
     The softmax Jacobian applied to the sink's column, whose value is 0: ``dS_sink = P_sink * (0 - delta)``.
 
     Args:
-        dout, out: ``[batch, seqlen, heads, head_dim]``; ``out`` is the merged output.
-        lse: ``[batch, heads, seqlen]``, merged.
+        dout, out: ``[batch, seqlen, heads, head_dim]`` or packed ``[tokens, heads, head_dim]``; ``out`` is the merged
+            output.
+        lse: ``[batch, heads, seqlen]`` or packed ``[heads, tokens]``, merged.
         s_aux: ``[heads]``.
     """
+    if out.dim() == 3:
+        return sink_gradient(dout[None], out[None], lse[None], s_aux)
     if _use_kernels(out, lse):
         from fsdp_sink_patches.ops.sink_attention import _kernels
 

@@ -24,8 +24,8 @@ from fsdp_sink_patches.ops.sink_attention._backends import Backend, Part, Reques
 _Result = TypeVar("_Result")
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, softcap: float, deterministic: bool) -> Request:
-    return Request(
+def _choose(q: Tensor, k: Tensor, v: Tensor, part: Part, backend: str) -> Backend:
+    request = Request(
         device=q.device.type,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0),
         dtype=q.dtype,
@@ -33,9 +33,10 @@ def _request(q: Tensor, k: Tensor, v: Tensor, softcap: float, deterministic: boo
         head_dim_v=v.shape[-1],
         heads=q.shape[-2],
         kv_heads=k.shape[-2],
-        softcap=softcap > 0,
-        deterministic=deterministic,
+        softcap=part.softcap > 0,
+        deterministic=part.deterministic,
     )
+    return select(request, backend or None)
 
 
 def _slot_part(part: Part, q: Tensor, slots: int) -> Part:
@@ -107,11 +108,11 @@ def _forward(
     """``out`` (like ``q``, v's head_dim, contiguous) and ``lse`` (``[heads, tokens]`` or ``[batch, heads,
     seqlen]``)."""
     s_aux = None if s_aux is None else s_aux.contiguous()
-    chosen = select(_request(q, k, v, softcap, deterministic), backend or None)
     part = Part(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, (window_left, window_right), softcap, deterministic,
     )  # fmt: skip
+    chosen = _choose(q, k, v, part, backend)
     native = chosen.native_sinks and s_aux is not None and slot_k is None and q.numel() > 0 and k.numel() > 0
     out, lse = _attend(chosen, q, k, v, part, s_aux if native else None)
     if native or (s_aux is None and slot_k is None):
@@ -123,17 +124,8 @@ def _forward(
     if slot_k is not None and slot_v is not None:
         slots = _slot_part(part, q, slot_k.shape[0])
         slot_out, slot_lse = _attend(chosen, q, _slot_keys(slot_k, q), _slot_keys(slot_v, q), slots, None)
-    if q.dim() == 3:
-        out, lse = out[None], lse[None]
-        slot_out, slot_lse = _batched(slot_out), _batched(slot_lse)
     out, lse = _merge.merge(out, lse, s_aux, slot_out, slot_lse)
-    if q.dim() == 3:
-        out, lse = out[0], lse[0]
     return out.to(q.dtype), lse
-
-
-def _batched(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x[None]
 
 
 def _attend(
@@ -186,16 +178,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``dq, dk, dv, ds_aux, dslot_k, dslot_v``; what is not there or not needed comes back empty."""
     s_aux = None if s_aux is None else s_aux.contiguous()
-    chosen = select(_request(q, k, v, softcap, deterministic), backend or None)
     part = Part(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, (window_left, window_right), softcap, deterministic,
     )  # fmt: skip
+    chosen = _choose(q, k, v, part, backend)
     dout = dout.contiguous()
     dsinks = _absent(q)
     if need_sinks and s_aux is not None:
-        dout4, out4, lse3 = (dout[None], out[None], lse[None]) if q.dim() == 3 else (dout, out, lse)
-        dsinks = _merge.sink_gradient(dout4, out4, lse3, s_aux)
+        dsinks = _merge.sink_gradient(dout, out, lse, s_aux)
     if q.numel() == 0 or k.numel() == 0:
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     else:
