@@ -51,8 +51,8 @@ def _rank(rank: int, store: str) -> None:
         flash_attn_func(q[:, :, :1], k[:, :, :1], v[:, :, :1], s_aux=distribute_tensor(sinks, mesh, [Shard(0)]))
     dist.barrier()  # a rank that leaves early takes its connections away under the other's last collective
     dist.destroy_process_group()
-    # All is asserted. Leave without the interpreter's teardown, in which a thread of torch's that is still running ends the
-    # process with SIGABRT now and then ("terminate called without an active exception").
+    # All is asserted. Leave without the interpreter's teardown, in which a thread of torch's that is still running ends
+    # the process with SIGABRT now and then ("terminate called without an active exception").
     os._exit(0)
 
 
