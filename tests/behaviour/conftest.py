@@ -27,13 +27,19 @@ def transformers_version() -> Version:
 
 @pytest.fixture(scope="session")
 def run() -> Callable[..., Results]:
-    """``run(*names, apply=(), stub=None, after=False)``: what the scenarios measured in a process of their own."""
+    """``run(*names, apply=(), stub=None, after=False, script="scenarios.py")``: what a process of its own measured."""
     return functools.cache(_run)
 
 
-def _run(*names: str, apply: tuple[str, ...] = (), stub: str | None = None, after: bool = False) -> Results:
+def _run(
+    *names: str,
+    apply: tuple[str, ...] = (),
+    stub: str | None = None,
+    after: bool = False,
+    script: str = "scenarios.py",
+) -> Results:
     paths = [str(ROOT)]
-    command = [sys.executable, str(HERE / "scenarios.py"), "--apply", ",".join(apply)]
+    command = [sys.executable, str(HERE / script), "--apply", ",".join(apply)]
     if stub is not None:
         paths.insert(0, str(ROOT / "tests" / "stubs" / stub))
         command.append("--flash")

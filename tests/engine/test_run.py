@@ -162,7 +162,10 @@ def test_spawned_children_apply_too(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_torchrun_workers_apply_too(checkout: Path, tmp_path: Path) -> None:
-    program = script(tmp_path, "import os, planted\nprint('rank', os.environ['RANK'], planted.f(1), flush=True)\n")
+    # One write a line: the ranks share the pipe, and print writes the pieces of a line one by one when unbuffered.
+    program = script(
+        tmp_path, "import os, planted\nos.write(1, f'rank {os.environ[\"RANK\"]} {planted.f(1)}\\n'.encode())\n"
+    )
     arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", program]
     done = python(checkout, "-m", "fsdp_sink_patches.run", *arguments, OMP_NUM_THREADS="1")
     assert sorted(line for line in done.stdout.split("\n") if line.startswith("rank")) == ["rank 0 1001", "rank 1 1001"]

@@ -1,0 +1,58 @@
+"""Choices that change numbers, so that they are the user's: each is a default, an environment variable and an argument.
+
+| setting | values | environment | what it changes |
+|---|---|---|---|
+| ``rope_dtype`` | ``"fp32"``, ``"activation"`` | ``FSDP_SINK_PATCHES_ROPE_DTYPE`` | DeepSeek-V4's cos/sin: fp32 as servers keep them, or rounded to the activations' dtype as transformers does, bit for bit |
+| ``pooling_dtype`` | ``"activation"``, ``"fp32"`` | ``FSDP_SINK_PATCHES_POOLING_DTYPE`` | DeepSeek-V4's compressors: projected and pooled in the activations' dtype as transformers does, or in fp32 as the reference implementation does |
+
+The environment is read when this module is imported, and worker processes inherit it; :func:`use` and :func:`using`
+act on this process from the next forward on. Set them alike on every rank, and before a graph is compiled.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_CHOICES = {"rope_dtype": ("fp32", "activation"), "pooling_dtype": ("activation", "fp32")}
+
+
+def _from_environment(name: str) -> str:
+    variable = f"FSDP_SINK_PATCHES_{name.upper()}"
+    return _checked(name, os.environ.get(variable) or _CHOICES[name][0], f"{variable}=")
+
+
+def _checked(name: str, value: str, where: str) -> str:
+    if value not in _CHOICES[name]:
+        raise ValueError(
+            f"fsdp_sink_patches.settings: found {where}{value!r}, expected one of {_CHOICES[name]}. "
+            f"Set {name} to one of them."
+        )
+    return value
+
+
+rope_dtype: str = _from_environment("rope_dtype")
+pooling_dtype: str = _from_environment("pooling_dtype")
+
+
+def use(*, rope_dtype: str | None = None, pooling_dtype: str | None = None) -> None:
+    """Set what is given, from the next forward on.
+
+    Raises:
+        ValueError: a value that the table above does not list; nothing is changed then.
+    """
+    given = {"rope_dtype": rope_dtype, "pooling_dtype": pooling_dtype}
+    chosen = {name: _checked(name, value, f"{name}=") for name, value in given.items() if value is not None}
+    globals().update(chosen)
+
+
+@contextmanager
+def using(*, rope_dtype: str | None = None, pooling_dtype: str | None = None) -> Iterator[None]:
+    """:func:`use` for the length of a ``with`` block."""
+    before = {name: globals()[name] for name in _CHOICES}
+    use(rope_dtype=rope_dtype, pooling_dtype=pooling_dtype)
+    try:
+        yield
+    finally:
+        globals().update(before)
