@@ -1,0 +1,175 @@
+"""Tables and rotation of DeepSeek-V4, and what ``transformers.deepseek-v4-rope`` is measured by."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers.models.deepseek_v4.modeling_deepseek_v4 as modelling
+from torch import Tensor
+
+from fsdp_sink_patches import Measurement, settings
+from fsdp_sink_patches.ops.rope import apply_rotary, tables
+from fsdp_sink_patches.ops.sink_attention.oracle import relative_error
+
+from ._deepseek_v4_models import CSA, HCA, SLIDING, build
+from ._validation import _time
+
+CosSin = tuple[Tensor, Tensor]
+
+
+def rotary_forward(
+    original: Callable[..., Any], self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None
+) -> CosSin:
+    """The remembered tables of ``position_ids``, or newly computed ones.
+
+    ``original`` is upstream's own forward, which takes nothing but device and dtype from ``x``.
+    """
+    rounded = settings.rope_dtype == "activation"
+    dtype = x.dtype if rounded else torch.promote_types(x.dtype, torch.float32)
+
+    def upstream() -> CosSin:
+        like = x if rounded else x.new_empty(0, dtype=dtype)
+        named = {} if layer_type is None else {"layer_type": layer_type}
+        found: CosSin = original(self, like, position_ids, **named)
+        return found
+
+    inv_freq = None if layer_type is None else getattr(self, f"{layer_type}_inv_freq")
+    if (
+        type(inv_freq) is not Tensor
+        or type(position_ids) is not Tensor
+        or inv_freq.requires_grad
+        or position_ids.device != x.device
+        or "dynamic" in self.rope_type[layer_type]
+        or self.rope_type[layer_type] == "longrope"
+    ):
+        tables.count()
+        return upstream()
+
+    scaling = getattr(self, f"{layer_type}_attention_scaling")
+
+    def exact() -> CosSin:
+        return tables.cos_sin(position_ids, inv_freq, scaling=scaling, dtype=dtype)
+
+    compute = upstream if rounded else exact
+    frequencies = tables.fingerprint(inv_freq)
+    if frequencies is None:
+        return tables.computed(compute)
+    return tables.remembered(position_ids, (layer_type, frequencies, scaling, dtype, rounded), compute)
+
+
+def apply_rotary_pos_emb(
+    original: Callable[..., Any], x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> Tensor:
+    """Out of place, like upstream's: a hook may have kept ``x``, and a flash kernel keeps its output for the backward.
+
+    The caller's ``-sin`` is rotated by as it comes.
+    """
+    if (
+        type(x) is Tensor
+        and type(cos) is Tensor
+        and type(sin) is Tensor
+        and x.dim() == 4
+        and cos.dim() == 3
+        and unsqueeze_dim in (1, 2)
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, x.shape[0])
+        and cos.shape[1] == x.shape[3 - unsqueeze_dim]
+        and 0 < 2 * cos.shape[2] <= x.shape[3]
+        and not cos.requires_grad
+        and not sin.requires_grad
+    ):
+        return apply_rotary(x, cos, sin, interleaved=True, unsqueeze_dim=unsqueeze_dim)
+    found: Tensor = original(x, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return found
+
+
+# --- validation ----------------------------------------------------------------------------------------------------
+
+LAYERS = (SLIDING, CSA, HCA, CSA)
+TOKENS = 256
+LIMITS = {
+    "tables": 1e-5,
+    "tables at 70000": 6e-4,
+    "rotated q": 1.9e-3,
+    "turned back": 1.9e-3,
+    "logits": 3e-2,
+}
+"""The tables' limits are the rounding of the angle itself (half an ulp of 1024 and of 70000 radians, spread over the
+channels); bf16 costs 1.6e-3 at any position. The rotations' are bf16's own rounding of their results, 1.65e-3, where
+rounded tables add as much again. The logits' is what bf16 weights and activations cost: it shows that nothing broke."""
+
+
+def exact_tables(positions: Tensor, inv_freq: Tensor) -> CosSin:
+    """fp64 tables of fp32 frequencies, ``[batch, tokens, half]``."""
+    angles = positions[..., None].double() * inv_freq.float().double()
+    return angles.cos(), angles.sin()
+
+
+def exact_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The trailing channels of ``x`` ``[batch, heads, tokens, dim]`` as complex numbers, turned in fp64."""
+    pairs = x[..., -2 * cos.shape[-1] :].double().unflatten(-1, (-1, 2)).contiguous()
+    turned = torch.view_as_complex(pairs) * torch.complex(cos, sin)[:, None]
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def exact_model(model: Any) -> Any:
+    """The same weights in fp64, with fp64 tables of the same frequencies."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the one that multiplies fp64 matrices
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor, layer_type: str) -> CosSin:
+        return exact_tables(position_ids, getattr(self, f"{layer_type}_inv_freq"))
+
+    for module in exact.modules():
+        if isinstance(module, modelling.DeepseekV4RotaryEmbedding):
+            module.forward = functools.partial(forward, module)
+    return exact
+
+
+def validate(device: str) -> Measurement:
+    model = build(LAYERS, torch.bfloat16, device)
+    rotary = model.model.rotary_emb
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(1, 4, 1024, model.config.head_dim, generator=generator).to(device, torch.bfloat16)
+    errors = {name: 0.0 for name in LIMITS}
+    for name, first in (("tables", 0), ("tables at 70000", 70000 - 512)):
+        positions = torch.arange(first, first + 1024, device=device)[None]
+        for label in ("main", "compress"):
+            exact = exact_tables(positions, getattr(rotary, f"{label}_inv_freq"))
+            cos, sin = rotary(x, position_ids=positions, layer_type=label)
+            _keep_worst(errors, name, torch.cat((cos, sin)), torch.cat(exact))
+            half = cos.shape[-1]
+            # The rotation is measured at small positions alone, where its tables' own error is far below its rounding.
+            if first == 0:
+                turned = modelling.apply_rotary_pos_emb(x, cos, sin)
+                _keep_worst(errors, "rotated q", turned[..., -2 * half :], exact_rotation(x, *exact))
+                back = modelling.apply_rotary_pos_emb(turned, cos, -sin)
+                _keep_worst(errors, "turned back", back[..., -2 * half :], exact_rotation(turned, exact[0], -exact[1]))
+    ids = torch.randint(0, model.config.vocab_size, (1, TOKENS), generator=generator).to(device)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        errors["logits"] = relative_error(logits, exact_model(model)(input_ids=ids, use_cache=False).logits)
+
+    # V4-Flash's queries on a GPU: 64 heads of 512 channels, 64 of them rotary, as q_b_proj leaves them in memory.
+    heads, tokens, dim, half = (64, 4096, 512, 32) if device == "cuda" else (8, 128, 64, 8)
+    q = torch.randn(1, tokens, heads, dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    timed_positions = torch.arange(tokens, device=device)[None]
+    frequencies = 10000.0 ** -torch.arange(half, device=device).div(half)
+    cos, sin = (t.to(cos.dtype) for t in exact_tables(timed_positions, frequencies))
+    with torch.no_grad():
+        time_ms, peak_bytes = _time(lambda: modelling.apply_rotary_pos_emb(q, cos, sin), device)
+    details = {
+        "rope_dtype": str(cos.dtype).removeprefix("torch."),
+        "positions": "0 to 1023 and 69488 to 70511",
+        "timed": f"apply_rotary_pos_emb on q of {heads} heads, {tokens} tokens, {dim} channels, {2 * half} rotary",
+    }
+    return Measurement(errors, LIMITS, time_ms, peak_bytes, details)
+
+
+def _keep_worst(errors: dict[str, float], name: str, found: Tensor, expected: Tensor) -> None:
+    error = relative_error(found, expected)
+    errors[name] = error if error != error else max(errors[name], error)
