@@ -135,7 +135,7 @@ def validate(device: str) -> Measurement:
     rotary = model.model.rotary_emb
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(1, 4, 1024, model.config.head_dim, generator=generator).to(device, torch.bfloat16)
-    errors = {name: 0.0 for name in LIMITS}
+    errors = dict.fromkeys(LIMITS, 0.0)
     for name, first in (("tables", 0), ("tables at 70000", 70000 - 512)):
         positions = torch.arange(first, first + 1024, device=device)[None]
         for label in ("main", "compress"):

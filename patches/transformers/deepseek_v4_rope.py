@@ -1,10 +1,10 @@
 """DeepSeek-V4 turns queries, keys and outputs by exact angles, from tables that its layers share.
 
-What breaks for the user: transformers rounds cos and sin to the activations' dtype, servers (vLLM, SGLang, the reference
-implementation) keep them in fp32, so in bf16 trainer and server disagree by rope alone. Before 5.19 the angles are a
-matrix product, which TF32 may round to nothing useful beyond position 2048. And every compressor and indexer computes
-its own tables, 85 pairs a forward in V4-Flash for 4 distinct ones, twice that under activation checkpointing, while each
-rotation writes twenty times the bytes that it changes.
+What breaks for the user: transformers rounds cos and sin to the activations' dtype, servers (vLLM, SGLang, the
+reference implementation) keep them in fp32, so in bf16 trainer and server disagree by rope alone. Before 5.19 the
+angles are a matrix product, which TF32 may round to nothing useful beyond position 2048. And every compressor and
+indexer computes its own tables, 85 pairs a forward in V4-Flash for 4 distinct ones, twice that under activation
+checkpointing, while each rotation writes twenty times the bytes that it changes.
 
 With the patch the tables are fp32, an elementwise product of position and frequency, remembered by the tensor of
 positions that they belong to (:mod:`fsdp_sink_patches.ops.rope.tables`), and the rotation is one kernel on CUDA.
@@ -12,9 +12,9 @@ positions that they belong to (:mod:`fsdp_sink_patches.ops.rope.tables`), and th
 model and its indexers share by themselves; compressors make positions of their own in each layer, so they share only
 once ``transformers.deepseek-v4-packing`` hands all of them the same ones.
 
-Frequencies are read from the module's buffers, whatever is in them: ``transformers.rotary-buffers`` keeps those right.
-Rope types whose frequencies follow the longest row (``dynamic``, ``longrope``) run upstream's code, each call anew, as
-do tensors that the kernel doesn't know (DTensor, fake tensors, tables that require a gradient).
+Frequencies are read from the module's buffers, whatever is in them: ``transformers.rotary-buffers`` keeps those
+right. Rope types whose frequencies follow the longest row (``dynamic``, ``longrope``) run upstream's code, each call
+anew, as do tensors that the kernel doesn't know (DTensor, fake tensors, tables that require a gradient).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary position embedding: exact tables, computed once where they can be shared, and one rotation for every layout."""
+"""Rotary position embedding: exact tables that are computed once, and one rotation for every layout."""
 
 from fsdp_sink_patches.ops.rope._op import apply_rotary
 from fsdp_sink_patches.ops.rope.tables import cos_sin

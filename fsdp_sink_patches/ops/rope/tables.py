@@ -1,17 +1,20 @@
 """Cos and sin tables: exact, and computed once for all who turn by the same positions.
 
-A model asks for the same few tables again and again (DeepSeek-V4-Flash 85 times a forward, for 4 distinct ones). What is
-computed from a tensor of positions is remembered *by that tensor*: whoever comes with the same tensor object, unchanged,
-and the same frequencies gets the same tables, a recompute under activation checkpointing too. They die with the tensor,
-so how long they stay is up to whoever made it: positions made in a forward release them with it, positions that a
-data loader holds keep them as long as it does (``8 * half`` bytes a token and label: 8 MiB for 32768 tokens at 32 pairs).
+A model asks for the same few tables again and again (DeepSeek-V4-Flash 85 times a forward, for 4 distinct ones). What
+is computed from a tensor of positions is remembered *by that tensor*: whoever comes with the same tensor object,
+unchanged, and the same frequencies gets the same tables, a recompute under activation checkpointing too. They die
+with the tensor, so how long they stay is up to whoever made it: positions made in a forward release them with it,
+positions that a data loader holds keep them as long as it does (``8 * half`` bytes a token and label: 8 MiB for 32768
+tokens at 32 pairs).
 
 Unchanged means that autograd's counter of in-place changes stands where it stood. It does not see a change made
-through ``.data``, through NumPy memory that the tensor shares, by a collective that receives into it, or by a replayed
-CUDA graph: positions that are refilled so need ``torch.autograd.graph.increment_version(positions)``, or a fresh tensor.
+through ``.data``, through NumPy memory that the tensor shares, by a collective that receives into it, or by a
+replayed CUDA graph: positions that are refilled so need ``torch.autograd.graph.increment_version(positions)``, or a
+fresh tensor.
 
 Nothing is remembered where that could outlive its meaning: under ``torch.compile``, tracing, fake tensors, dispatch
-modes, inference mode (its tensors have no counter) and CUDA graph capture. The tables are computed at each call there.
+modes, inference mode (its tensors have no counter) and CUDA graph capture. The tables are computed at each call
+there.
 """
 
 from __future__ import annotations
@@ -28,9 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 CosSin: TypeAlias = tuple[Tensor, Tensor]
 
 
-def cos_sin(
-    positions: Tensor, inv_freq: Tensor, *, scaling: float = 1.0, dtype: torch.dtype = torch.float32
-) -> CosSin:
+def cos_sin(positions: Tensor, inv_freq: Tensor, *, scaling: float = 1.0, dtype: torch.dtype = torch.float32) -> CosSin:
     """The tables of these positions: ``cos(p * inv_freq) * scaling`` and ``sin`` alike.
 
     The angle is an elementwise fp32 product, exact to half an ulp of the angle. Written as a matrix product, as
