@@ -35,7 +35,7 @@ LAYOUTS = (
     "padded rows",
     "every other head",
     "every other channel",
-    "reversed batch axis",
+    "batch last",
 )
 """Memory under one and the same ``[batch, heads, tokens, dim]``."""
 

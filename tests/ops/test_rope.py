@@ -69,14 +69,15 @@ def test_every_place_of_the_heads(inplace):
     x, cos, sin = x_of(), COS[:1], SIN[:1]
     expected = rotated(x, ANGLES[:1], interleaved=True)
     options = {"interleaved": True, "inplace": inplace}
+    packed = cos[0], sin[0]
     seen = [
         apply_rotary(x.clone(), cos, sin, **options),
-        apply_rotary(x.clone(), cos[0], sin[0], **options),
+        apply_rotary(x.clone(), *packed, **options),
         apply_rotary(x.transpose(1, 2).clone(), cos, sin, unsqueeze_dim=2, **options).transpose(1, 2),
         torch.stack([apply_rotary(row.transpose(0, 1).clone(), cos[0], sin[0], **options) for row in x]).transpose(
             1, 2
         ),
-        torch.stack([apply_rotary(row.clone(), cos[0], sin[0], unsqueeze_dim=0, **options) for row in x]),
+        torch.stack([apply_rotary(row.clone(), *packed, unsqueeze_dim=0, **options) for row in x]),
     ]
     for out in seen:
         assert relative_error(out, expected) <= 1e-15
