@@ -66,7 +66,7 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """Out of place, like upstream's: a hook may have kept ``x``, and a flash kernel keeps its output for the backward.
 
-    The caller's ``-sin`` is rotated by as it comes.
+    The caller's ``-sin`` is rotated by as it comes. fp64 is rotated in fp64, where upstream goes through fp32.
     """
     if (
         type(x) is Tensor

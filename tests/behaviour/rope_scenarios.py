@@ -115,11 +115,6 @@ def step(model: Any, **batch: Any) -> tuple[Tensor, list[Tensor]]:
     return logits, [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def ours() -> bool:
-    """Whether the patch holds its functions in this process."""
-    return hasattr(modelling().apply_rotary_pos_emb, "__wrapped__")
-
-
 # --- tables --------------------------------------------------------------------------------------------------------
 
 
@@ -381,6 +376,7 @@ def compiled() -> Any:
     model = build(SLIDING, HCA)
     batch = {"input_ids": ids_of(1, 40), "use_cache": False}
     expected = model(**batch).logits
+    # Not one graph: the experts and the masks break it in upstream's own code.
     logits = torch.compile(model, backend="aot_eager")(**batch).logits
     gradients = []
     for out in (expected, logits):
@@ -389,7 +385,7 @@ def compiled() -> Any:
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     return {
         "graph": worst,
-        "logits": float((logits - expected).abs().max()),
+        "logits": float((logits - expected).detach().abs().max()),
         "gradients": float((gradients[0] - gradients[1]).abs().max()),
         "left": len(tables._memory.tables),
     }
@@ -412,7 +408,6 @@ def unusual_arguments() -> Any:
         "one row of tables": bits(apply(x, cos[:1], sin[:1])),
         "one token of tables": bits(apply(x, cos[:, :1], sin[:, :1])),
         "heads as a batch": bits(apply(x[0], cos[0], sin[0], unsqueeze_dim=0)),
-        "fp64": bits(apply(x.double(), cos, sin).float()),
         "bf16": bits(apply(x.bfloat16(), cos.bfloat16(), sin.bfloat16())),
         "expanded": bits(apply(x[:, :1].expand(-1, 3, -1, -1), cos, sin)),
         "every channel": bits(apply(x[..., :12], cos, sin)),
