@@ -153,7 +153,9 @@ def _forward(x: Tensor, cos: Tensor, sin: Tensor, heads_at: int, interleaved: bo
 
         _kernels.rotate(made, given, cos, sin, interleaved=interleaved, conjugate=conjugate)
     else:
-        made.copy_(reference.rotate(given, cos, sin, interleaved=interleaved, conjugate=conjugate))
+        kept = x.shape[-1] - 2 * cos.shape[-1]
+        made[..., :kept] = given[..., :kept]
+        reference.rotate_(made, given, cos, sin, interleaved=interleaved, conjugate=conjugate)
     return out
 
 
