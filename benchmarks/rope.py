@@ -136,7 +136,7 @@ def main() -> None:
             rows.append(row)
             print(
                 f"{tokens:6d} {name:22s} {row['ms']:8.4f} ms   x{row['of_floor']:.2f} of the floor {floor} "
-                f"({floor_ms:.4f} ms)   upstream / this {row['faster_than_upstream']:6.2f}   {row['peak_mib']:7.1f} MiB",
+                f"({floor_ms:.4f} ms)  upstream / this {row['faster_than_upstream']:6.2f}  {row['peak_mib']:7.1f} MiB",
                 flush=True,
             )
         del runs
