@@ -111,8 +111,8 @@ def exact_tables(positions: Tensor, inv_freq: Tensor) -> CosSin:
 
 def exact_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The trailing channels of ``x`` ``[batch, heads, tokens, dim]`` as complex numbers, turned in fp64."""
-    pairs = x[..., -2 * cos.shape[-1] :].double().unflatten(-1, (-1, 2)).contiguous()
-    turned = torch.view_as_complex(pairs) * torch.complex(cos, sin)[:, None]
+    part = x[..., -2 * cos.shape[-1] :].double()
+    turned = torch.complex(part[..., 0::2], part[..., 1::2]) * torch.complex(cos, sin)[:, None]
     return torch.view_as_real(turned).flatten(-2)
 
 

@@ -181,8 +181,20 @@ def exact_tables_on_this_release() -> Any:
 
 @scenario
 def dynamic_types() -> Any:
-    """Frequencies that follow the longest row and shrink back after it, by digest."""
-    found = {}
+    """Frequencies that follow the longest row and shrink back after it, by digest.
+
+    Before 5.13 longrope fails in upstream's own code at the second long row (an unbound name): the same error then.
+    """
+    found: dict[str, str] = {}
+
+    def keep(name: str, rotary: Any, dtype: torch.dtype, tokens: int, label: str) -> None:
+        try:
+            table = rotary(torch.zeros(1, dtype=dtype), position_ids=positions(0, tokens), layer_type=label)
+        except UnboundLocalError as error:
+            found[name] = str(error)
+        else:
+            found[name] = bits(*(half.to(dtype) for half in table))
+
     kinds = {
         "dynamic": {"rope_type": "dynamic", "factor": 4.0},
         "longrope": {
@@ -194,14 +206,11 @@ def dynamic_types() -> Any:
         rotary = flash_rotary(main=change)
         rotary.original_max_seq_len = rotary.max_seq_len_cached = 128
         for when, tokens in (("short", 64), ("long", 256), ("long again", 256), ("short again", 64)):
-            with settings.using(rope_dtype="activation"):
-                where = positions(0, tokens)
-                for label in LABELS:
-                    table = rotary(torch.zeros(1), position_ids=where, layer_type=label)
-                    found[f"{kind} {label} {when}"] = bits(*table)
-        where = positions(0, 256)
-        exact = rotary(torch.zeros(1, dtype=torch.bfloat16), position_ids=where, layer_type="main")
-        found[f"{kind} rounded"] = bits(*(table.to(torch.bfloat16) for table in exact))
+            for label in LABELS:
+                with settings.using(rope_dtype="activation"):
+                    keep(f"{kind} {label} {when}", rotary, torch.float32, tokens, label)
+        # fp32 tables, rounded here
+        keep(f"{kind} rounded", rotary, torch.bfloat16, 256, "main")
     return found
 
 
@@ -357,7 +366,7 @@ def hooked() -> Any:
 
 @scenario
 def compiled() -> Any:
-    """Largest difference of compiled from eager: tables and rotation as one graph, and a whole model."""
+    """Largest difference of compiled from eager: tables and rotation as one graph, and each layer's attention."""
     rotary, m = flash_rotary(), modelling()
 
     def turned(x: Tensor, where: Tensor) -> Tensor:
@@ -373,20 +382,22 @@ def compiled() -> Any:
         x, where = torch.randn(1, 2, 30, 512), positions(first, 30)
         worst = max(worst, float((graph(x, where) - turned(x, where)).abs().max()))
     del where
-    model = build(SLIDING, HCA)
-    batch = {"input_ids": ids_of(1, 40), "use_cache": False}
-    expected = model(**batch).logits
-    # Not one graph: the experts and the masks break it in upstream's own code.
-    logits = torch.compile(model, backend="aot_eager")(**batch).logits
-    gradients = []
-    for out in (expected, logits):
+    model, seen = build(SLIDING, CSA, HCA), []
+    for compile_ in (False, True):
+        if compile_:  # the attention alone: upstream's experts don't compile in every release
+            for layer in model.model.layers:
+                layer.self_attn.compile(backend="aot_eager", fullgraph=True)
         model.zero_grad()
-        out.square().mean().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        logits = model(input_ids=ids_of(1, 40), use_cache=False).logits
+        logits.square().mean().backward()
+        # A graph gives the indexer, which has no gradient, zeros in some releases.
+        gradients = torch.cat([(0 * p if p.grad is None else p.grad).flatten() for p in model.parameters()])
+        seen.append((logits.detach(), gradients.detach()))
+    (logits, gradients), (compiled_logits, compiled_gradients) = seen
     return {
         "graph": worst,
-        "logits": float((logits - expected).detach().abs().max()),
-        "gradients": float((gradients[0] - gradients[1]).abs().max()),
+        "logits": float((logits - compiled_logits).abs().max()),
+        "gradients": float((gradients - compiled_gradients).abs().max()),
         "left": len(tables._memory.tables),
     }
 

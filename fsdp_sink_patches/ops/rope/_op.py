@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,7 +224,7 @@ class _RotaryInPlace(torch.autograd.Function):
         return _conjugate(ctx, grad)
 
 
-def _conjugate(ctx, grad):  # type: ignore[no-untyped-def]
+def _conjugate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     heads_at, interleaved, conjugate = ctx.options
     cos, sin = ctx.saved_tensors
     return _apply_rotary(grad, cos, sin, heads_at, interleaved, not conjugate), None, None, None, None, None

@@ -149,7 +149,7 @@ def _rememberable(tensor: Tensor) -> bool:
         and not tensor.is_inference()
         and not tensor.is_meta
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
