@@ -314,3 +314,25 @@ def test_an_expanded_tensor_out_of_place():
 def test_the_result_is_a_tensor_like_any_other():
     out = apply_rotary(x_of(), COS, SIN, interleaved=True)
     assert torch.equal(copy.deepcopy(out), out)
+
+
+# --- transforms ----------------------------------------------------------------------------------------------------
+
+
+@INPLACE
+def test_transforms_and_forward_mode(inplace):
+    x, tangent = x_of(), draw(2, 3, 11, 20, seed=1)
+    expected = rotated(tangent, ANGLES, interleaved=True)
+
+    def rotation(x: Tensor) -> Tensor:
+        return apply_rotary(x * 1.0, COS, SIN, interleaved=True, inplace=inplace)
+
+    _, turned = torch.func.jvp(rotation, (x,), (tangent,))
+    torch.testing.assert_close(turned, expected)
+    (gradient,) = torch.func.vjp(rotation, x)[1](expected)
+    torch.testing.assert_close(gradient, tangent)
+    each = torch.func.vmap(torch.func.grad(lambda x: (rotation(x) * expected).sum()))(torch.stack((x, 2 * x)))
+    torch.testing.assert_close(each, tangent.expand(2, -1, -1, -1, -1))
+    with torch.autograd.forward_ad.dual_level():
+        out = rotation(torch.autograd.forward_ad.make_dual(x, tangent))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(out).tangent, expected)

@@ -61,12 +61,22 @@ def apply_rotary(
     if cos.dim() == x.dim() - 2:
         cos, sin = cos[None], sin[None]
     _check(x, cos, sin, unsqueeze_dim)
-    if not inplace:
-        rotated: Tensor = _apply_rotary(x, cos, sin, unsqueeze_dim, interleaved, conjugate)
-        return rotated
-    _check_inplace(x)
-    _apply_rotary_(x, cos, sin, unsqueeze_dim, interleaved, conjugate)
-    return x
+    if inplace:
+        _check_inplace(x)
+    if not torch.compiler.is_compiling() and _transformed():
+        forward, forward_ = _forward, _forward_
+    else:
+        forward, forward_ = _apply_rotary, _apply_rotary_
+    if inplace:
+        forward_(x, cos, sin, unsqueeze_dim, interleaved, conjugate)
+        return x
+    return forward(x, cos, sin, unsqueeze_dim, interleaved, conjugate)
+
+
+def _transformed() -> bool:
+    """Under ``torch.func`` or forward-mode differentiation, which the Python kernel of an operator can't take part in;
+    plain torch can."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, heads_at: int) -> None:
@@ -138,6 +148,10 @@ def _have_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _use_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in _KERNEL_DTYPES and _have_triton() and not _transformed()
+
+
 def _canonical(x: Tensor, heads_at: int) -> Tensor:
     """``x`` as ``[batch, heads, tokens, dim]``, a view."""
     if x.dim() == 3:
@@ -149,7 +163,7 @@ def _forward(x: Tensor, cos: Tensor, sin: Tensor, heads_at: int, interleaved: bo
     out = torch.empty_like(x)
     given, made = _canonical(x, heads_at), _canonical(out, heads_at)
     cos, sin = (table if x.dim() == 4 else table[None] for table in (cos, sin))
-    if x.is_cuda and x.dtype in _KERNEL_DTYPES and _have_triton():
+    if _use_kernel(x):
         from fsdp_sink_patches.ops.rope import _kernels
 
         _kernels.rotate(made, given, cos, sin, interleaved=interleaved, conjugate=conjugate)
@@ -163,7 +177,7 @@ def _forward(x: Tensor, cos: Tensor, sin: Tensor, heads_at: int, interleaved: bo
 def _forward_(x: Tensor, cos: Tensor, sin: Tensor, heads_at: int, interleaved: bool, conjugate: bool) -> None:
     given = _canonical(x, heads_at)
     cos, sin = (table if x.dim() == 4 else table[None] for table in (cos, sin))
-    if x.is_cuda and x.dtype in _KERNEL_DTYPES and _have_triton():
+    if _use_kernel(x):
         from fsdp_sink_patches.ops.rope import _kernels
 
         _kernels.rotate(given, given, cos, sin, interleaved=interleaved, conjugate=conjugate)
