@@ -70,7 +70,7 @@ PATCH = Patch(
 
 
 def validate(device: str) -> Measurement:
-    """A tiny DeepSeek-V4 in bf16, its tables and rotations against fp64; see :mod:`_deepseek_v4_rope`."""
-    from . import _deepseek_v4_rope
+    """A tiny DeepSeek-V4 in bf16, its tables and rotations against fp64; see :mod:`_deepseek_v4_rope_validation`."""
+    from . import _deepseek_v4_rope_validation
 
-    return _deepseek_v4_rope.validate(device)
+    return _deepseek_v4_rope_validation.validate(device)

@@ -263,14 +263,14 @@ def as_upstream() -> Any:
 @scenario
 def logits_error() -> Any:
     """Relative error of bf16 logits against the same weights in fp64."""
-    from fsdp_sink_patches.patches.transformers import _deepseek_v4_rope
+    from fsdp_sink_patches.patches.transformers import _deepseek_v4_rope_validation
 
     from fsdp_sink_patches.ops.sink_attention.oracle import relative_error
 
     model = build(dtype=torch.bfloat16)
     batch = {"input_ids": ids_of(1, 200), "use_cache": False}
     with torch.no_grad():
-        return relative_error(model(**batch).logits, _deepseek_v4_rope.exact_model(model)(**batch).logits)
+        return relative_error(model(**batch).logits, _deepseek_v4_rope_validation.exact_model(model)(**batch).logits)
 
 
 @scenario
