@@ -90,7 +90,8 @@ def test_gradients(inplace):
     x, dout = x.requires_grad_(), torch.randn_like(x)
     out = apply_rotary(x * 1.0, *tables_of(angles), interleaved=True, inplace=inplace)
     (dx,) = torch.autograd.grad(out, x, dout)
-    assert torch.equal(dx, rotated(dout, angles, interleaved=True, conjugate=True).to(torch.bfloat16))
+    assert torch.equal(dx, reference.rotate(dout, *tables_of(angles), interleaved=True, conjugate=True))
+    assert relative_error(dx, rotated(dout, angles, interleaved=True, conjugate=True)) <= 2e-3
 
 
 def test_an_expanded_gradient():
