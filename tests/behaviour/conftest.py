@@ -42,7 +42,8 @@ def _run(
     command = [sys.executable, str(HERE / script), "--apply", ",".join(apply)]
     if stub is not None:
         paths.insert(0, str(ROOT / "tests" / "stubs" / stub))
-        command.append("--flash")
+        if stub.startswith("fa"):
+            command.append("--flash")
     if after:
         command.append("--after")
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
