@@ -236,6 +236,19 @@ def _half_in_full_out(device: torch.device) -> bool:
     )
 
 
+@lru_cache(maxsize=16)
+def _adds_in_full(device: torch.device) -> bool:
+    """Whether addmm adds such sums to an fp32 matrix. Some builds refuse (they want it in half, as the factors), and an
+    ``out`` was ignored once (pytorch/pytorch #154086), so it is tried."""
+    total = torch.ones(16, 16, device=device)
+    ones = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
+
+
 def _direct(x: Tensor) -> bool:
     """Whether a matmul takes this tensor as it is and sums in the accumulator's dtype."""
     return x.dtype == accumulator(x.dtype) or _half_in_full_out(x.device)
@@ -254,11 +267,14 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right``; see :func:`product`."""
     if left.dtype == right.dtype == total.dtype:
-        torch.addmm(total, left, right, out=total)
+        total.addmm_(left, right)
     elif left.dtype == right.dtype and _half_in_full_out(left.device):
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        if _adds_in_full(left.device):
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        else:
+            total += torch.mm(left, right, out_dtype=total.dtype)
     else:
-        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 # What happens to a tile. On CUDA with Triton each is one kernel (`_kernels.py`); the plain torch here is what the kernel
