@@ -57,7 +57,7 @@ class _Liger:
         return None
 
     def loss(self, call: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
-        found = call(
+        loss: Tensor = call(
             hidden,
             weight,
             labels,
@@ -69,7 +69,7 @@ class _Liger:
             softcap=options["softcap"],
             accum_dtype=torch.float32,  # its default sums the weight's gradient in bf16, once a chunk
         )
-        return found  # type: ignore[no-any-return]
+        return loss
 
 
 class _CutCrossEntropy:
@@ -99,7 +99,7 @@ class _CutCrossEntropy:
 
     def loss(self, call: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         reduction = options["reduction"]
-        found = call(
+        loss: Tensor = call(
             hidden,
             weight,
             labels,
@@ -109,8 +109,7 @@ class _CutCrossEntropy:
             filter_eps=None,  # its default leaves out gradients below 2^-12 in bf16
             impl="cce",  # the other one computes all logits
         )
-        # out of place, and 1 where nothing counts
-        return found / (labels != -100).sum().clamp(min=1) if reduction == "mean" else found  # type: ignore[no-any-return]
+        return loss / (labels != -100).sum().clamp(min=1) if reduction == "mean" else loss
 
 
 _LIBRARIES: tuple[_Liger | _CutCrossEntropy, ...] = (_Liger(), _CutCrossEntropy())

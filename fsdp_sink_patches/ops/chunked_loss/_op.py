@@ -7,8 +7,6 @@ backward only scales them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -161,7 +159,8 @@ class _Statistics(torch.autograd.Function):
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
         with torch.no_grad():
             grads = logit_statistics_backward(dstatistics, *saved, *ctx.options, *needed)
-        return *_first_order(tuple(g if n else None for g, n in zip(grads, needed, strict=True))), None, *_nones(ctx)
+        kept = tuple(g if n else None for g, n in zip(grads, needed, strict=True))
+        return *_first_order(kept), None, *(None,) * len(ctx.options)
 
 
 class _Loss(torch.autograd.Function):
@@ -178,16 +177,14 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss, *_):  # type: ignore[no-untyped-def]
+        if dloss is None:
+            return (None,) * (5 + len(ctx.options))
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
         with torch.no_grad():
             grads = tuple(
                 (g * dloss).to(dtype) if n else None for g, n, dtype in zip(saved, needed, ctx.dtypes, strict=True)
             )
-        return *_first_order(grads), None, None, *_nones(ctx)
-
-
-def _nones(ctx: Any) -> tuple[None, ...]:
-    return (None,) * len(ctx.options)
+        return *_first_order(grads), None, None, *(None,) * len(ctx.options)
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:

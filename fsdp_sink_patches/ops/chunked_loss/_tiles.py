@@ -1,7 +1,7 @@
 """Logits tile by tile: the statistics of each row, and the gradients that need only those statistics.
 
-A row of logits ``z`` enters a loss through four numbers: the log-probability of its label, its log-sum-exp, its mean and
-its entropy. Over blocks of the vocabulary they join like the parts of an attention softmax, so a row is never needed
+A row of logits ``z`` enters a loss through four numbers: the log-probability of its label, its log-sum-exp, its mean
+and its entropy. Over blocks of the vocabulary they join like the parts of an attention softmax, so a row is never needed
 whole. And whatever the loss does with them, the gradient of a logit is
 
     dz_j = p_j * (a + e * (z_j - peak)) + c + [j is the label] * b,      p_j = exp(z_j - peak - log_sum)
@@ -277,8 +277,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-# What happens to a tile. On CUDA with Triton each is one kernel (`_kernels.py`); the plain torch here is what the kernel
-# is tested against and what runs everywhere else.
+# What happens to a tile. On CUDA with Triton each is one kernel (`_kernels.py`); the plain torch here is what the
+# kernels are tested against and what runs everywhere else.
 
 _PEAK, _SUM, _MOMENT, _LABEL, _TOTAL = range(5)
 """Rows of the running state: the largest logit, ``sum exp(z - peak)``, ``sum exp(z - peak) (z - peak)``, the label's

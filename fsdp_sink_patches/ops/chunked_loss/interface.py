@@ -260,12 +260,13 @@ def _prepare(
             hidden = hidden.to(half)
     head: list[Tensor | None] = []
     for name, x in (("weight", weight), ("bias", bias)):
-        if x is not None and x.dtype != hidden.dtype:
-            if not (half is not None and x.dtype != torch.float64) and not isinstance(x, DTensor):
-                raise _refusal(
-                    f"hidden and {name}", f"{hidden.dtype} and {x.dtype}", "one floating dtype",
-                    f"cast one of them; hidden.float() keeps an fp32 {name} exact",
-                )  # fmt: skip
+        # a DTensor is a parameter as its optimizer keeps it, and is cast before it is gathered, as FSDP2 does
+        castable = isinstance(x, DTensor) or (half is not None and x is not None and x.dtype != torch.float64)
+        if x is not None and x.dtype != hidden.dtype and not castable:
+            raise _refusal(
+                f"hidden and {name}", f"{hidden.dtype} and {x.dtype}", "one floating dtype",
+                f"cast one of them; hidden.float() keeps an fp32 {name} exact",
+            )  # fmt: skip
         head.append(_gather(name, x, hidden.dtype) if isinstance(x, DTensor) else x)
     if not hidden.dtype.is_floating_point or hidden.dtype.itemsize < 2:
         raise _refusal("hidden", hidden.dtype, "fp64, fp32, bf16 or fp16", "cast it")
