@@ -6,13 +6,16 @@ that follow. Formulas and names are those of ``_tiles.py``.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
     decay = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - decay) / (1.0 + decay)
@@ -104,12 +107,17 @@ def _differentiate_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * columns + at, (dz * slope).to(out_ptr.dtype.element_ty), mask=there)
 
 
+def _on_its_device(z: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device, which a model spread over several cards leaves on the first."""
+    return torch.cuda.device(z.device) if z.is_cuda else nullcontext()
+
+
 def update(state: Tensor, z: Tensor, labels: Tensor, first: int, softcap: float, temperature: float) -> None:
     """Join raw logits ``z`` ``[rows, columns]``, contiguous fp32, into ``state`` ``[5, rows]``; see
     ``_tiles._update``."""
     if z.shape[0] == 0:
         return
-    with torch.cuda.device_of(z):
+    with _on_its_device(z):
         _update_kernel[(z.shape[0],)](
             z, labels, state, z.shape[1], state.stride(0), first, softcap or 1.0, temperature,
             BEGIN=first == 0, CAPPED=softcap > 0, BLOCK=2048, num_warps=8,
@@ -124,7 +132,7 @@ def differentiate(
     if z.shape[0] == 0:
         return
     block = 4096
-    with torch.cuda.device_of(z):
+    with _on_its_device(z):
         _differentiate_kernel[(z.shape[0], triton.cdiv(z.shape[1], block))](  # only the first axis has no limit
             out, z, labels, found[4], found[5], row_terms, z.shape[1], row_terms.stride(0), first, softcap or 1.0,
             temperature, CAPPED=softcap > 0, BLOCK=block, num_warps=8,

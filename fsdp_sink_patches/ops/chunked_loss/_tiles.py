@@ -1,8 +1,8 @@
 """Logits tile by tile: the statistics of each row, and the gradients that need only those statistics.
 
 A row of logits ``z`` enters a loss through four numbers: the log-probability of its label, its log-sum-exp, its mean
-and its entropy. Over blocks of the vocabulary they join like the parts of an attention softmax, so a row is never needed
-whole. And whatever the loss does with them, the gradient of a logit is
+and its entropy. Over blocks of the vocabulary they join like the parts of an attention softmax, so a row is never
+needed whole. And whatever the loss does with them, the gradient of a logit is
 
     dz_j = p_j * (a + e * (z_j - peak)) + c + [j is the label] * b,      p_j = exp(z_j - peak - log_sum)
 

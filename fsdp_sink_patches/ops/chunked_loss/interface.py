@@ -231,12 +231,12 @@ def _prepare(
         raise _refusal("chunk_size", repr(chunk_size), "an int of at least 1", f"{CHUNK} is the default")
     if softcap is not None and not 0 < softcap < math.inf:
         raise _refusal("softcap", softcap, "a positive number", "None turns it off")
-    if isinstance(temperature, Tensor) or not 0 < temperature < math.inf:
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         raise _refusal("temperature", temperature, "a positive number", "1.0 leaves logits as they are")
-    for name, x in (("hidden", hidden), ("labels", labels)):
-        if isinstance(x, DTensor):
+    for name, own in (("hidden", hidden), ("labels", labels)):
+        if isinstance(own, DTensor):
             raise _refusal(
-                name, f"a DTensor placed {x.placements}", "this rank's own tokens", f"pass {name}.to_local()"
+                name, f"a DTensor placed {own.placements}", "this rank's own tokens", f"pass {name}.to_local()"
             )
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or weight.shape[0] == 0:
         raise _refusal(
@@ -251,8 +251,7 @@ def _prepare(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise _refusal("bias", list(bias.shape), list(weight.shape[:1]), "pass one bias for each row of the weight")
     for name, x in (("weight", weight), ("labels", labels), ("bias", bias)):
-        if x is not None:
-            _same_device(name, x, hidden)
+        _same_device(name, x, hidden)
     half = None
     if torch.is_autocast_enabled(hidden.device.type):
         half = torch.get_autocast_dtype(hidden.device.type)
@@ -315,8 +314,8 @@ def _gather(name: str, parameter: DTensor, dtype: torch.dtype) -> Tensor:
     return gathered  # type: ignore[no-any-return]
 
 
-def _same_device(name: str, x: Tensor, hidden: Tensor) -> None:
-    if x.device != hidden.device:
+def _same_device(name: str, x: Tensor | None, hidden: Tensor) -> None:
+    if x is not None and x.device != hidden.device:
         raise _refusal(name, f"on {x.device}", f"{hidden.device}, where hidden is", "move it there")
 
 
