@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -241,6 +243,25 @@ def test_log_probs_are_never_above_zero(small_blocks, scale, vocab, seed):
     assert (entropies <= math.log(vocab) + 1e-5).all()
 
 
+@pytest.mark.parametrize("hidden_rows", [3, 16])
+def test_a_bias_of_minus_infinity_hides_padding(small_blocks, hidden_rows):
+    """A vocabulary padded to a round number: all is as if the rows at its end were not there, whole blocks of them."""
+    hidden, weight, bias, labels, _ = case(5, 16 + hidden_rows, ignored=0)
+    labels, bias = labels % 16, bias.index_fill(0, torch.arange(16, 16 + hidden_rows), float("-inf"))
+
+    def ours(h, w, b, y):
+        return linear_log_probs(h, w, y, bias=b, chunk_size=2)
+
+    def exact(h, w, b, y):
+        return reference.log_probs(h, w, y, bias=b)
+
+    found, _ = both((hidden, weight, bias), labels, ours, ours)
+    _, wanted = both((hidden, weight[:16], bias[:16]), labels, exact, exact)
+    assert_close([*found[:3], found[3][:16], found[4][:16]], wanted, 1e-12)
+    assert (found[3][16:] == 0).all()
+    assert (found[4][16:] == 0).all()
+
+
 # Nothing to count
 
 
@@ -432,14 +453,12 @@ def test_compiles_into_one_graph_for_any_number_of_tokens():
 
     def counting(module, inputs):
         graphs.append(module)
-        return module.forward
+        return make_boxed_func(module.forward)
 
     def loss(h, w, b, y):
         log_probs, entropies = linear_log_probs(h, w, y, bias=b, chunk_size=4)
         frozen = linear_cross_entropy(h, w.detach(), y, bias=b.detach(), chunk_size=4, softcap=3.0)
-        return linear_cross_entropy(h, w, y, bias=b, chunk_size=4) + frozen + (log_probs - entropies).sum()
-
-    from torch._dynamo.backends.common import aot_autograd
+        return linear_cross_entropy(h, w, y, bias=b) + frozen + (log_probs - entropies).sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=counting))
     for tokens in (9, 14, 23):
@@ -654,7 +673,7 @@ def test_a_planted_error_is_found(small_blocks, monkeypatch, where, broken):
         ({"bias": draw(22)}, r"bias is \[22\]; expected \[23\]"),
         ({"hidden": torch.zeros(3, 6).long(), "weight": torch.zeros(23, 6).long()}, r"hidden is torch.int64"),
         ({"weight": torch.empty(23, 6, dtype=torch.float64, device="meta")}, r"weight is on meta; expected cpu"),
-        ({"chunk_size": 0}, r"chunk_size is 0; expected an int of at least 1: 512"),
+        ({"chunk_size": 0}, r"chunk_size is 0; expected an int of at least 1: None chooses"),
         ({"chunk_size": 2.0}, r"chunk_size is 2\.0"),
         ({"softcap": 0.0}, r"softcap is 0\.0; expected a positive number: None"),
         ({"temperature": 0.0}, r"temperature is 0\.0; expected a positive number"),

@@ -182,7 +182,8 @@ class _Loss(torch.autograd.Function):
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
         with torch.no_grad():
             grads = tuple(
-                (g * dloss).to(dtype) if n else None for g, n, dtype in zip(saved, needed, ctx.dtypes, strict=True)
+                torch.mul(g, dloss, out=torch.empty_like(g, dtype=dtype)) if n else None
+                for g, n, dtype in zip(saved, needed, ctx.dtypes, strict=True)
             )
         return *_first_order(grads), None, None, *(None,) * len(ctx.options)
 

@@ -26,6 +26,12 @@ LOG_PROB, LSE, MEAN, ENTROPY, PEAK, LOG_SUM = range(6)
 """Rows of the statistics ``[6, tokens]``; the last two are ``lse`` in two parts, of which differences keep their
 digits."""
 
+LOGITS_AT_ONCE = 2**24
+"""64 MiB in fp32: at large vocabularies a hundredth of what a batch has, and enough work for every launch."""
+
+ROWS_AT_ONCE = 512
+"""Rows a tile has at least where it holds whole rows, so that the product with the weight has enough of them."""
+
 VOCAB_BLOCK = 4096
 """Vocabulary rows a tile has at least (where there are as many): wide enough for a matmul to run at full rate, and the
 fewer the blocks, the less often the gradient of ``hidden`` is read and written."""
@@ -39,6 +45,11 @@ class Options:
     softcap: float  # 0 is off
     temperature: float
     entropy: bool
+
+
+def default_chunk(vocab: int, whole_rows: bool) -> int:
+    """Rows of the whole vocabulary whose logits may be there at once, for who does not say."""
+    return max(ROWS_AT_ONCE if whole_rows else 1, LOGITS_AT_ONCE // vocab)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -75,32 +86,37 @@ def gradients(
     its tokens are through, so there is no fp32 copy of the whole of it.
     """
     need_hidden, need_weight, need_bias = needs
-    total = accumulator(hidden.dtype)
-    tokens, vocab = hidden.shape[0], weight.shape[0]
+    total, vocab = accumulator(hidden.dtype), weight.shape[0]
     blocks, rows = _grid(hidden, weight, options)
     row_terms = coefficients(dstatistics, found, labels, vocab)
     dhidden = hidden.new_zeros(hidden.shape, dtype=total) if need_hidden else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None
-    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if need_bias and bias is not None else None
+    dbias = bias.new_zeros(bias.shape, dtype=total) if need_bias and bias is not None else None
     logits = _Logits(hidden, weight, bias, rows, blocks.step, options)
-    for first in blocks:
+
+    def add_block(first: int) -> None:
         block = slice(first, min(first + blocks.step, vocab))
         dblock = hidden.new_zeros(block.stop - first, hidden.shape[1], dtype=total) if need_weight else None
-        dbias_block = hidden.new_zeros(block.stop - first, dtype=total) if dbias is not None else None
-        for tile in _slices(tokens, rows):
+        for tile in _slices(hidden.shape[0], rows):
             z = logits.tile(tile, first)
             dz = _differentiate(z, labels[tile], first, found[:, tile], row_terms[:, tile], options, hidden.dtype)
             if dhidden is not None:
                 add_product(dhidden[tile], dz, logits.weight_of(first))
             if dblock is not None:
                 add_product(dblock, dz.t(), hidden[tile])
-            if dbias_block is not None:
-                dbias_block += dz.sum(0, dtype=total)
+            if dbias is not None:
+                dbias[block] += dz.sum(0, dtype=total)
         if dweight is not None and dblock is not None:
             dweight[block] = dblock
-        if dbias is not None and dbias_block is not None:
-            dbias[block] = dbias_block
-    return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias
+
+    for first in blocks:
+        add_block(first)
+    logits.release()  # before the copies below: a tile is as large as a gradient
+    return (
+        None if dhidden is None else dhidden.to(hidden.dtype),
+        dweight,
+        None if dbias is None or bias is None else dbias.to(bias.dtype),
+    )
 
 
 def loss_and_gradients(
@@ -187,9 +203,15 @@ class _Logits:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int, columns: int, options: Options
     ) -> None:
-        self._hidden, self._weight, self._bias, self._columns, self._options = hidden, weight, bias, columns, options
+        self._hidden, self._weight, self._columns, self._options = hidden, weight, columns, options
         self._buffer = hidden.new_empty(rows * columns, dtype=accumulator(hidden.dtype))
+        # -inf hides a padded vocabulary row; its probability of 0 times its logit would be NaN in an entropy
+        self._bias = None if bias is None else bias.to(self._buffer.dtype).clamp(min=-1e30)
         self._block: tuple[int, Tensor] | None = None
+
+    def release(self) -> None:
+        del self._buffer
+        self._block = None
 
     def weight_of(self, first: int) -> Tensor:
         """The block of the weight that starts at ``first``, in the dtype that matmuls take it in."""
@@ -321,8 +343,9 @@ def _update(state: Tensor, z: Tensor, labels: Tensor, first: int, options: Optio
 def _finish(state: Tensor, labels: Tensor, vocab: int) -> Tensor:
     peak, summed, moment, label, total = state
     log_sum = summed.log()
-    # never above zero: the sum holds the peak's own 1, and no logit is above the peak
-    log_prob = (label - peak) - log_sum
+    # Never above zero: the sum holds the peak's own 1, and no logit is above the peak, but for the last bit where a
+    # compiler rounds the label's logit in another way than the row's.
+    log_prob = ((label - peak) - log_sum).clamp(max=0)
     log_prob = torch.where((labels < 0) | (labels >= vocab), float("nan"), log_prob)
     return torch.stack([log_prob, peak + log_sum, total / vocab, log_sum - moment / summed, peak, log_sum])
 

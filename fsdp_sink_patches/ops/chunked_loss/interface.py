@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp_sink_patches.ops.chunked_loss import _libraries, _op, _tiles
 
-CHUNK = 512
-
 
 def linear_cross_entropy(
     hidden: Tensor,
@@ -21,7 +19,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    chunk_size: int = CHUNK,
+    chunk_size: int | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     softcap: float | None = None,
@@ -57,7 +55,8 @@ def linear_cross_entropy(
             CPU; on a GPU and under torch.compile, where looking would wait for the device, its loss and its gradients
             are NaN.
         bias: ``[vocab]``, or None.
-        chunk_size: at most ``chunk_size * vocab`` logits are there at once.
+        chunk_size: at most ``chunk_size * vocab`` logits are there at once. None is 16 Mi logits (64 MiB in fp32), and
+            at least 512 rows where the gradient is computed in the forward.
         ignore_index: tokens with this label count for nothing.
         reduction: ``"mean"`` over the tokens that count, or over their weights; ``"sum"``; or ``"none"``, the loss of
             each token with 0 where it is ignored. With tokens spread over ranks, use ``"sum"`` and divide by the tokens
@@ -113,7 +112,8 @@ def linear_cross_entropy(
             "a scalar reduction and weights that are not trained: only then is the gradient known in the forward",
             "leave recompute at None",
         )  # fmt: skip
-    shaping = (int(chunk_size), float(softcap or 0), float(temperature))
+    chunk = _tiles.default_chunk(weight.shape[0], not recompute) if chunk_size is None else chunk_size
+    shaping = (chunk, float(softcap or 0), float(temperature))
     if not recompute:
         summed = _op.linear_loss(
             hidden, weight, bias, ids, weights, float(label_smoothing), float(z_loss), *shaping, *needs
@@ -133,7 +133,7 @@ def linear_log_probs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    chunk_size: int = CHUNK,
+    chunk_size: int | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
     temperature: float = 1.0,
@@ -152,8 +152,9 @@ def linear_log_probs(
     hidden, weight, bias, ids, counted = _prepare(
         hidden, weight, labels, bias, chunk_size, ignore_index, softcap, temperature
     )
+    chunk = _tiles.default_chunk(weight.shape[0], False) if chunk_size is None else chunk_size
     found = _op.logit_statistics(
-        hidden, weight, bias, ids, int(chunk_size), float(softcap or 0), float(temperature), bool(with_entropy)
+        hidden, weight, bias, ids, chunk, float(softcap or 0), float(temperature), bool(with_entropy)
     )
     log_probs = torch.where(counted, found[_tiles.LOG_PROB], 0).view(labels.shape)
     return (log_probs, found[_tiles.ENTROPY].view(labels.shape)) if with_entropy else log_probs
@@ -220,15 +221,17 @@ def _prepare(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    chunk_size: int,
+    chunk_size: int | None,
     ignore_index: int,
     softcap: float | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Look at every argument; then ``hidden`` ``[tokens, h]``, ``weight`` and ``bias`` as plain tensors, ids (0 where
     ignored) and which tokens count, both ``[tokens]``."""
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | torch.SymInt) or chunk_size < 1:
-        raise _refusal("chunk_size", repr(chunk_size), "an int of at least 1", f"{CHUNK} is the default")
+    if chunk_size is not None and (
+        isinstance(chunk_size, bool) or not isinstance(chunk_size, int | torch.SymInt) or chunk_size < 1
+    ):
+        raise _refusal("chunk_size", repr(chunk_size), "an int of at least 1", "None chooses")
     if softcap is not None and not 0 < softcap < math.inf:
         raise _refusal("softcap", softcap, "a positive number", "None turns it off")
     if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:

@@ -20,7 +20,7 @@ def full_logits(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits / temperature
+    return logits if temperature == 1 else logits / temperature
 
 
 def cross_entropy(
@@ -43,7 +43,8 @@ def cross_entropy(
     losses = F.cross_entropy(
         logits, labels.flatten(), ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
-    losses = losses + z_loss * torch.where(counted, logits.logsumexp(-1).square(), 0.0)
+    if z_loss:
+        losses = losses + z_loss * torch.where(counted, logits.logsumexp(-1).square(), 0.0)
     weights = counted.to(losses.dtype)
     if token_weights is not None:
         weights = torch.where(counted, token_weights.flatten().to(losses.dtype), 0.0)
