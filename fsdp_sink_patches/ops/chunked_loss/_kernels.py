@@ -24,7 +24,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_kernel(  # type: ignore[no-untyped-def]
-    z_ptr, labels_ptr, state_ptr, columns, state_stride, first, softcap, temperature,
+    z_ptr, labels_ptr, state_ptr, columns, state_stride, first, softcap, inverse_cap, coolness,
     BEGIN: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -38,8 +38,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         there = at < columns
         z = tl.load(z_ptr + row * columns + at, mask=there, other=0.0)
         if CAPPED:
-            z = softcap * _tanh(z / softcap)
-        z = z / temperature
+            z = softcap * _tanh(z * inverse_cap)
+        z = z * coolness
         total += tl.where(there, z, 0.0)
         higher = tl.where(there, tl.maximum(peak, z), peak)
         # a lane that has seen nothing has a peak of -inf and a sum of 0
@@ -62,8 +62,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     inside = (column >= 0) & (column < columns)
     label = tl.load(z_ptr + row * columns + column, mask=inside, other=0.0)
     if CAPPED:
-        label = softcap * _tanh(label / softcap)
-    label = label / temperature
+        label = softcap * _tanh(label * inverse_cap)
+    label = label * coolness
     if not BEGIN:
         old_peak = tl.load(state_ptr + row)
         old_sum = tl.load(state_ptr + state_stride + row)
@@ -85,7 +85,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _differentiate_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, z_ptr, labels_ptr, peak_ptr, log_sum_ptr, terms_ptr, columns, terms_stride, first, softcap, temperature,
+    out_ptr, z_ptr, labels_ptr, peak_ptr, log_sum_ptr, terms_ptr, columns, terms_stride, first, softcap, inverse_cap,
+    coolness,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -96,12 +97,12 @@ def _differentiate_kernel(  # type: ignore[no-untyped-def]
     c = tl.load(terms_ptr + 2 * terms_stride + row)
     e = tl.load(terms_ptr + 3 * terms_stride + row)
     z = tl.load(z_ptr + row * columns + at, mask=there, other=0.0)
-    slope = 1.0 / temperature
+    slope = coolness
     if CAPPED:
-        inner = _tanh(z / softcap)
+        inner = _tanh(z * inverse_cap)
         slope = slope * (1.0 - inner * inner)
         z = softcap * inner
-    shifted = z / temperature - tl.load(peak_ptr + row)
+    shifted = z * coolness - tl.load(peak_ptr + row)
     dz = tl.exp(shifted - tl.load(log_sum_ptr + row)) * (a + e * shifted) + c
     dz += tl.where(at == tl.load(labels_ptr + row) - first, b, 0.0)
     tl.store(out_ptr + row * columns + at, (dz * slope).to(out_ptr.dtype.element_ty), mask=there)
@@ -112,6 +113,11 @@ def _on_its_device(z: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(z.device) if z.is_cuda else nullcontext()
 
 
+def _factors(softcap: float, temperature: float) -> tuple[float, float, float]:
+    """The cap, its inverse, and that of the temperature: a division an element would cost as much as its exp."""
+    return softcap, 1 / softcap if softcap else 1.0, 1 / temperature
+
+
 def update(state: Tensor, z: Tensor, labels: Tensor, first: int, softcap: float, temperature: float) -> None:
     """Join raw logits ``z`` ``[rows, columns]``, contiguous fp32, into ``state`` ``[5, rows]``; see
     ``_tiles._update``."""
@@ -119,7 +125,7 @@ def update(state: Tensor, z: Tensor, labels: Tensor, first: int, softcap: float,
         return
     with _on_its_device(z):
         _update_kernel[(z.shape[0],)](
-            z, labels, state, z.shape[1], state.stride(0), first, softcap or 1.0, temperature,
+            z, labels, state, z.shape[1], state.stride(0), first, *_factors(softcap, temperature),
             BEGIN=first == 0, CAPPED=softcap > 0, BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
@@ -134,6 +140,6 @@ def differentiate(
     block = 4096
     with _on_its_device(z):
         _differentiate_kernel[(z.shape[0], triton.cdiv(z.shape[1], block))](  # only the first axis has no limit
-            out, z, labels, found[4], found[5], row_terms, z.shape[1], row_terms.stride(0), first, softcap or 1.0,
-            temperature, CAPPED=softcap > 0, BLOCK=block, num_warps=8,
+            out, z, labels, found[4], found[5], row_terms, z.shape[1], row_terms.stride(0), first,
+            *_factors(softcap, temperature), CAPPED=softcap > 0, BLOCK=block, num_warps=8,
         )  # fmt: skip

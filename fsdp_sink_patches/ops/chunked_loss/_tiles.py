@@ -152,6 +152,8 @@ def loss_and_gradients(
         found = _finish(of_tile, label, vocab)
         terms, dfound = loss_of(found, label_smoothing, z_loss)
         loss += (terms * weights).sum()
+        if not any(needs):
+            continue
         row_terms = coefficients(dfound * weights, found, label, vocab)
         dz = _differentiate(z, label, 0, found, row_terms, options, hidden.dtype)
         if dhidden is not None:
