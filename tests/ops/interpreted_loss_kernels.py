@@ -29,10 +29,11 @@ def test_they_are_interpreted():
     assert isinstance(_kernels._differentiate_kernel, InterpretedFunction)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
-    ("vocab", "block", "shift"), [(5000, 4096, 0.0), (37, 7, 0.0), (37, 7, -50.0), (37, 7, 800.0), (1, 4096, 0.0)]
+    ("softcap", "temperature"), [(None, 1.0), (3.0, 1.0), (None, torch.tensor([0.7, 1.0, 2.0, 0.5, 0.9])), (3.0, 0.7)]
+)
+@pytest.mark.parametrize(
+    ("vocab", "block", "shift"), [(5000, 4096, 0.0), (37, 14, -50.0), (37, 14, 800.0), (1, 4096, 0.0)]
 )
 def test_results_are_those_of_plain_torch(monkeypatch, softcap, temperature, vocab, block, shift):
     monkeypatch.setattr(_tiles, "VOCAB_BLOCK", block)
@@ -69,6 +70,6 @@ def test_results_are_those_of_plain_torch(monkeypatch, softcap, temperature, voc
 def test_a_label_outside_gives_nan():
     hidden, weight = leaves(draw(2, 6, dtype=torch.float32), draw(40, 6, dtype=torch.float32))
     labels = torch.tensor([1, 40])
-    found = _op.logit_statistics(hidden, weight, None, labels, 2, 0.0, 1.0, False)[_tiles.LOG_PROB]
+    found = _op.logit_statistics(hidden, weight, None, labels, None, 2, 0.0, False)[_tiles.LOG_PROB]
     found.sum().backward()
     assert found.isnan().tolist() == hidden.grad.isnan().any(1).tolist() == [False, True]

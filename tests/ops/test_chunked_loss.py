@@ -96,20 +96,34 @@ def test_the_oracle_says_what_the_formula_says():
 # Exactness
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokens=st.integers(0, 9), vocab=st.integers(1, 40), chunk=st.integers(1, 12), block=st.integers(1, 45),
     chosen=st.sets(st.sampled_from(sorted(OPTIONS))), with_bias=st.booleans(), weighted=st.booleans(),
+    temperatures=st.booleans(),
     reduction=st.sampled_from(["mean", "sum", "none"]), recompute=st.sampled_from([None, True, False]),
     ignored=st.sampled_from([0.0, 0.3, 1.0]), seed=st.integers(0, 5),
 )  # fmt: skip
 def test_any_loss_equals_the_oracle(
-    monkeypatch, tokens, vocab, chunk, block, chosen, with_bias, weighted, reduction, recompute, ignored, seed
+    monkeypatch,
+    tokens,
+    vocab,
+    chunk,
+    block,
+    chosen,
+    with_bias,
+    weighted,
+    temperatures,
+    reduction,
+    recompute,
+    ignored,
+    seed,
 ):
     monkeypatch.setattr(_tiles, "VOCAB_BLOCK", block)
     hidden, weight, bias, labels, weights = case(tokens, vocab, ignored=ignored, seed=seed)
     options = {name: OPTIONS[name] for name in chosen} | {"reduction": reduction}
     options |= {"token_weights": weights} if weighted else {}
+    options |= {"temperature": 0.3 + weights.flip(0)} if temperatures else {}
     mine = {"chunk_size": chunk, "recompute": None if reduction == "none" else recompute}
 
     def run(loss, extra):
@@ -130,11 +144,13 @@ def test_any_loss_equals_the_oracle(
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokens=st.integers(0, 9), vocab=st.integers(1, 40), chunk=st.integers(1, 12), block=st.integers(1, 45),
-    softcap=st.sampled_from([None, 3.0]), temperature=st.sampled_from([1.0, 0.7]), seed=st.integers(0, 5),
+    softcap=st.sampled_from([None, 3.0]), temperature=st.sampled_from([1.0, 0.7, "each"]), seed=st.integers(0, 5),
 )  # fmt: skip
 def test_log_probs_and_entropies_equal_the_oracle(monkeypatch, tokens, vocab, chunk, block, softcap, temperature, seed):
     monkeypatch.setattr(_tiles, "VOCAB_BLOCK", block)
     hidden, weight, bias, labels, _ = case(tokens, vocab, seed=seed)
+    if temperature == "each":
+        temperature = 0.3 + draw(tokens, seed=seed).abs()
     options = {"softcap": softcap, "temperature": temperature}
     found, wanted = both(
         (hidden, weight, bias), labels,
@@ -472,9 +488,13 @@ def test_registration_holds_up():
     hidden, weight, bias, labels, weights = case(9, 23)
     given = leaves(hidden, weight, bias)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(_op.logit_statistics, (*given, labels.clamp(0), 3, 2.0, 0.7, True), test_utils=checks)
     torch.library.opcheck(
-        _op.linear_loss, (*given, labels.clamp(0), weights, 0.1, 0.1, 3, 2.0, 0.7, True, True, True), test_utils=checks
+        _op.logit_statistics, (*given, labels.clamp(0), 0.2 + weights, 3, 2.0, True), test_utils=checks
+    )
+    torch.library.opcheck(
+        _op.linear_loss,
+        (*given, labels.clamp(0), 0.2 + weights, weights, 0.1, 0.1, 3, 2.0, True, True, True),
+        test_utils=checks,
     )
 
 
@@ -611,7 +631,7 @@ def test_the_watch_sees_all_logits():
 )  # fmt: skip
 def test_tiles_keep_to_the_budget_and_cover_all(tokens, vocab, chunk):
     hidden, weight = torch.empty(tokens, 1, device="meta"), torch.empty(vocab, 1, device="meta")
-    blocks, rows = _tiles._grid(hidden, weight, _tiles.Options(chunk, 0.0, 1.0, False))
+    blocks, rows = _tiles._grid(hidden, weight, _tiles.Options(chunk, 0.0, False))
     assert 1 <= rows <= max(1, tokens)
     assert rows * blocks.step <= max(chunk * vocab, blocks.step)
     assert list(blocks)[-1] < vocab <= list(blocks)[-1] + blocks.step
@@ -677,7 +697,10 @@ def test_a_planted_error_is_found(small_blocks, monkeypatch, where, broken):
         ({"chunk_size": 2.0}, r"chunk_size is 2\.0"),
         ({"softcap": 0.0}, r"softcap is 0\.0; expected a positive number: None"),
         ({"temperature": 0.0}, r"temperature is 0\.0; expected a positive number"),
-        ({"temperature": torch.ones(3)}, r"temperature is tensor"),
+        ({"temperature": torch.ones(4)}, r"temperature is torch.float32 \[4\]; expected a num"),
+        ({"temperature": torch.ones(3).long()}, r"temperature is torch.int64"),
+        ({"temperature": torch.ones(3, requires_grad=True)}, r"temperature is torch.float32 \[3\], trained; .* detach"),
+        ({"temperature": torch.tensor([1.0, 0.0, 1.0])}, r"temperature is 0\.0 among them; expected positive"),
         ({"reduction": "avg"}, r"reduction is 'avg'; expected 'mean', 'sum' or 'none'"),
         ({"label_smoothing": 1.5}, r"label_smoothing is 1\.5"),
         ({"z_loss": -1.0}, r"z_loss is -1\.0"),
@@ -702,11 +725,11 @@ def test_where_nobody_looks_a_label_outside_gives_nan(small_blocks):
         h, w = leaves(hidden, weight)
         labels = torch.tensor([1, bad, 2])
         if recompute:
-            found = _op.logit_statistics(h, w, None, labels, 2, 0.0, 1.0, False)[_tiles.LOG_PROB]
+            found = _op.logit_statistics(h, w, None, labels, None, 2, 0.0, False)[_tiles.LOG_PROB]
             assert found.isnan().tolist() == [False, True, False]
             found.sum().backward()
         else:
-            _op.linear_loss(h, w, None, labels, torch.ones(3).double(), 0.0, 0.0, 2, 0.0, 1.0, True, True, False)[
+            _op.linear_loss(h, w, None, labels, None, torch.ones(3).double(), 0.0, 0.0, 2, 0.0, True, True, False)[
                 0
             ].backward()
         assert h.grad.isnan().any(1).tolist() == [False, True, False]

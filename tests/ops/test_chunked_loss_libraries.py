@@ -89,6 +89,7 @@ def test_no_library_is_taken_unasked():
     ("backend", "changes", "reason"),
     [
         ("liger", {"temperature": 0.7}, "it has no temperature"),
+        ("liger", {"temperature": torch.ones(3, 4)}, "it has no temperature"),
         ("liger", {"token_weights": torch.ones(3, 4)}, "it has no token_weights"),
         (
             "liger",

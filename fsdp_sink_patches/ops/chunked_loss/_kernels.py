@@ -24,10 +24,13 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_kernel(  # type: ignore[no-untyped-def]
-    z_ptr, labels_ptr, state_ptr, columns, state_stride, first, softcap, inverse_cap, coolness,
-    BEGIN: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, labels_ptr, coolness_ptr, state_ptr, columns, state_stride, first, softcap, inverse_cap,
+    BEGIN: tl.constexpr, COOLED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    coolness = 1.0
+    if COOLED:
+        coolness = tl.load(coolness_ptr + row)
     # per lane, joined over the row at the end: no reduction in the loop
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     summed = tl.zeros((BLOCK,), tl.float32)
@@ -85,9 +88,9 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _differentiate_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, z_ptr, labels_ptr, peak_ptr, log_sum_ptr, terms_ptr, columns, terms_stride, first, softcap, inverse_cap,
-    coolness,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr, z_ptr, labels_ptr, coolness_ptr, peak_ptr, log_sum_ptr, terms_ptr, columns, terms_stride, first,
+    softcap, inverse_cap,
+    COOLED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -97,12 +100,14 @@ def _differentiate_kernel(  # type: ignore[no-untyped-def]
     c = tl.load(terms_ptr + 2 * terms_stride + row)
     e = tl.load(terms_ptr + 3 * terms_stride + row)
     z = tl.load(z_ptr + row * columns + at, mask=there, other=0.0)
-    slope = coolness
+    slope = 1.0
     if CAPPED:
         inner = _tanh(z * inverse_cap)
-        slope = slope * (1.0 - inner * inner)
+        slope = 1.0 - inner * inner
         z = softcap * inner
-    shifted = z * coolness - tl.load(peak_ptr + row)
+    if COOLED:
+        z = z * tl.load(coolness_ptr + row)
+    shifted = z - tl.load(peak_ptr + row)
     dz = tl.exp(shifted - tl.load(log_sum_ptr + row)) * (a + e * shifted) + c
     dz += tl.where(at == tl.load(labels_ptr + row) - first, b, 0.0)
     tl.store(out_ptr + row * columns + at, (dz * slope).to(out_ptr.dtype.element_ty), mask=there)
@@ -113,33 +118,35 @@ def _on_its_device(z: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(z.device) if z.is_cuda else nullcontext()
 
 
-def _factors(softcap: float, temperature: float) -> tuple[float, float, float]:
-    """The cap, its inverse, and that of the temperature: a division an element would cost as much as its exp."""
-    return softcap, 1 / softcap if softcap else 1.0, 1 / temperature
-
-
-def update(state: Tensor, z: Tensor, labels: Tensor, first: int, softcap: float, temperature: float) -> None:
+def update(state: Tensor, z: Tensor, labels: Tensor, coolness: Tensor | None, first: int, softcap: float) -> None:
     """Join raw logits ``z`` ``[rows, columns]``, contiguous fp32, into ``state`` ``[5, rows]``; see
     ``_tiles._update``."""
     if z.shape[0] == 0:
         return
     with _on_its_device(z):
         _update_kernel[(z.shape[0],)](
-            z, labels, state, z.shape[1], state.stride(0), first, *_factors(softcap, temperature),
-            BEGIN=first == 0, CAPPED=softcap > 0, BLOCK=2048, num_warps=8,
+            z, labels, coolness, state, z.shape[1], state.stride(0), first, softcap, 1 / softcap if softcap else 1.0,
+            BEGIN=first == 0, COOLED=coolness is not None, CAPPED=softcap > 0, BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
 
 def differentiate(
-    out: Tensor, z: Tensor, labels: Tensor, first: int, found: Tensor, row_terms: Tensor, softcap: float,
-    temperature: float,
-) -> None:  # fmt: skip
+    out: Tensor,
+    z: Tensor,
+    labels: Tensor,
+    coolness: Tensor | None,
+    first: int,
+    found: Tensor,
+    row_terms: Tensor,
+    softcap: float,
+) -> None:
     """Write the gradient of raw logits ``z`` to ``out``, which may be ``z``; see ``_tiles._differentiate``."""
     if z.shape[0] == 0:
         return
     block = 4096
     with _on_its_device(z):
         _differentiate_kernel[(z.shape[0], triton.cdiv(z.shape[1], block))](  # only the first axis has no limit
-            out, z, labels, found[4], found[5], row_terms, z.shape[1], row_terms.stride(0), first,
-            *_factors(softcap, temperature), CAPPED=softcap > 0, BLOCK=block, num_warps=8,
+            out, z, labels, coolness, found[4], found[5], row_terms, z.shape[1], row_terms.stride(0), first,
+            softcap, 1 / softcap if softcap else 1.0,
+            COOLED=coolness is not None, CAPPED=softcap > 0, BLOCK=block, num_warps=8,
         )  # fmt: skip

@@ -27,7 +27,7 @@ class _Request:
     device: str
     dtype: torch.dtype
     bias: bool
-    temperature: float
+    cooled: bool
     label_smoothing: float
     z_loss: float
     weighted: bool
@@ -48,7 +48,7 @@ class _Liger:
             return f"its kernels need CUDA tensors, got {request.device}"
         if request.dtype == torch.float64:
             return "its sums are fp32, and hidden is fp64"
-        if request.temperature != 1:
+        if request.cooled:
             return "it has no temperature"
         if request.weighted:
             return "it has no token_weights"
@@ -88,7 +88,7 @@ class _CutCrossEntropy:
             return f"its backward takes fp16 and bf16, got {request.dtype}"
         for name, wanted in (
             ("bias", request.bias),
-            ("temperature", request.temperature != 1),
+            ("temperature", request.cooled),
             ("label_smoothing", request.label_smoothing),
             ("z_loss", request.z_loss),
             ("token_weights", request.weighted),
@@ -130,7 +130,7 @@ def compute(
     bias: Tensor | None,
     reduction: str,
     softcap: float | None,
-    temperature: float,
+    cooled: bool,
     label_smoothing: float,
     z_loss: float,
     weighted: bool,
@@ -149,7 +149,7 @@ def compute(
         )
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias))
     request = _Request(
-        hidden.device.type, hidden.dtype, bias is not None, temperature, label_smoothing, z_loss, weighted,
+        hidden.device.type, hidden.dtype, bias is not None, cooled, label_smoothing, z_loss, weighted,
         trained and not hidden.requires_grad,
     )  # fmt: skip
     reason = _unavailable(backend) or library.refuses(request)

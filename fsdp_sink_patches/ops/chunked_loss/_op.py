@@ -15,17 +15,17 @@ from fsdp_sink_patches.ops.chunked_loss._tiles import Options
 
 _library = torch.library.Library("fsdp_sink_patches", "FRAGMENT")
 _library.define(
-    "logit_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, SymInt chunk, float softcap, "
-    "float temperature, bool entropy) -> Tensor"
+    "logit_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? coolness, "
+    "SymInt chunk, float softcap, bool entropy) -> Tensor"
 )
 _library.define(
     "logit_statistics_backward(Tensor dstatistics, Tensor found, Tensor hidden, Tensor weight, Tensor? bias, "
-    "Tensor labels, SymInt chunk, float softcap, float temperature, bool entropy, bool need_hidden, bool need_weight, "
+    "Tensor labels, Tensor? coolness, SymInt chunk, float softcap, bool entropy, bool need_hidden, bool need_weight, "
     "bool need_bias) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "linear_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor token_weights, "
-    "float label_smoothing, float z_loss, SymInt chunk, float softcap, float temperature, bool need_hidden, "
+    "linear_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? coolness, "
+    "Tensor token_weights, float label_smoothing, float z_loss, SymInt chunk, float softcap, bool need_hidden, "
     "bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 logit_statistics = torch.ops.fsdp_sink_patches.logit_statistics.default
@@ -38,14 +38,14 @@ def _statistics(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    coolness: Tensor | None,
     chunk: int,
     softcap: float,
-    temperature: float,
     entropy: bool,
 ) -> Tensor:
     # what the caller's autocast means was settled before; under it, an fp32 sum would be rounded again
     with torch.autocast(hidden.device.type, enabled=False):
-        return _tiles.statistics(hidden, weight, bias, labels, Options(chunk, softcap, temperature, entropy))
+        return _tiles.statistics(hidden, weight, bias, labels, coolness, Options(chunk, softcap, entropy))
 
 
 def _statistics_backward(
@@ -55,17 +55,17 @@ def _statistics_backward(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    coolness: Tensor | None,
     chunk: int,
     softcap: float,
-    temperature: float,
     entropy: bool,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options, needs = Options(chunk, softcap, temperature, entropy), (need_hidden, need_weight, need_bias)
+    options, needs = Options(chunk, softcap, entropy), (need_hidden, need_weight, need_bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        grads = _tiles.gradients(dstatistics, found, hidden, weight, bias, labels, options, needs)
+        grads = _tiles.gradients(dstatistics, found, hidden, weight, bias, labels, coolness, options, needs)
     return _or_empty(grads[0], hidden), _or_empty(grads[1], hidden), _or_empty(grads[2], hidden)
 
 
@@ -74,20 +74,20 @@ def _loss(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    coolness: Tensor | None,
     token_weights: Tensor,
     label_smoothing: float,
     z_loss: float,
     chunk: int,
     softcap: float,
-    temperature: float,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options, needs = Options(chunk, softcap, temperature, False), (need_hidden, need_weight, need_bias)
+    options, needs = Options(chunk, softcap, False), (need_hidden, need_weight, need_bias)
     with torch.autocast(hidden.device.type, enabled=False):
         loss, *grads = _tiles.loss_and_gradients(
-            hidden, weight, bias, labels, token_weights, label_smoothing, z_loss, options, needs
+            hidden, weight, bias, labels, coolness, token_weights, label_smoothing, z_loss, options, needs
         )
     return loss, _or_empty(grads[0], hidden), _or_empty(grads[1], hidden), _or_empty(grads[2], hidden)
 
@@ -107,7 +107,7 @@ def _(hidden, *_):  # type: ignore[no-untyped-def]
 
 
 @torch.library.register_fake("fsdp_sink_patches::logit_statistics_backward", lib=_library)
-def _(dstatistics, found, hidden, weight, bias, labels, *options):  # type: ignore[no-untyped-def]
+def _(dstatistics, found, hidden, weight, bias, labels, coolness, *options):  # type: ignore[no-untyped-def]
     return tuple(
         hidden.new_empty(0) if x is None or not need else x.new_empty(x.shape)
         for x, need in zip((hidden, weight, bias), options[-3:], strict=True)
@@ -147,10 +147,10 @@ def _first_order(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, *options):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, labels, coolness, *options):  # type: ignore[no-untyped-def]
         with torch._C._AutoDispatchBelowAutograd():
-            found = logit_statistics(hidden, weight, bias, labels, *options)
-        ctx.save_for_backward(found, hidden, weight, bias, labels)
+            found = logit_statistics(hidden, weight, bias, labels, coolness, *options)
+        ctx.save_for_backward(found, hidden, weight, bias, labels, coolness)
         ctx.options = options
         return found
 
@@ -160,14 +160,14 @@ class _Statistics(torch.autograd.Function):
         with torch.no_grad():
             grads = logit_statistics_backward(dstatistics, *saved, *ctx.options, *needed)
         kept = tuple(g if n else None for g, n in zip(grads, needed, strict=True))
-        return *_first_order(kept), None, *(None,) * len(ctx.options)
+        return *_first_order(kept), None, None, *(None,) * len(ctx.options)
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, token_weights, *options):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, labels, coolness, token_weights, *options):  # type: ignore[no-untyped-def]
         with torch._C._AutoDispatchBelowAutograd():
-            loss, *grads = linear_loss(hidden, weight, bias, labels, token_weights, *options)
+            loss, *grads = linear_loss(hidden, weight, bias, labels, coolness, token_weights, *options)
         ctx.save_for_backward(*grads)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.options = options
@@ -178,14 +178,14 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss, *_):  # type: ignore[no-untyped-def]
         if dloss is None:
-            return (None,) * (5 + len(ctx.options))
+            return (None,) * (6 + len(ctx.options))
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
         with torch.no_grad():
             grads = tuple(
                 torch.mul(g, dloss, out=torch.empty_like(g, dtype=dtype)) if n else None
                 for g, n, dtype in zip(saved, needed, ctx.dtypes, strict=True)
             )
-        return *_first_order(grads), None, None, *(None,) * len(ctx.options)
+        return *_first_order(grads), None, None, None, *(None,) * len(ctx.options)
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:

@@ -43,7 +43,6 @@ class Options:
 
     chunk: int
     softcap: float  # 0 is off
-    temperature: float
     entropy: bool
 
 
@@ -57,15 +56,18 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
+def statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, coolness: Tensor | None, options: Options
+) -> Tensor:
     """``[6, tokens]`` for ``hidden`` ``[tokens, h]``, ``weight`` ``[vocab, h]``, ``bias`` ``[vocab]``, ``labels``
-    int64 ``[tokens]``. A label outside the vocabulary has the log-probability NaN. One matmul in all."""
+    int64 ``[tokens]`` and ``coolness``, the inverse temperatures in the accumulator's dtype ``[tokens]``. A label
+    outside the vocabulary has the log-probability NaN. One matmul in all."""
     state = hidden.new_empty(5, hidden.shape[0], dtype=accumulator(hidden.dtype))
     blocks, rows = _grid(hidden, weight, options)
-    logits = _Logits(hidden, weight, bias, rows, blocks.step, options)
+    logits = _Logits(hidden, weight, bias, coolness, rows, blocks.step, options)
     for first in blocks:
         for tile in _slices(hidden.shape[0], rows):
-            _update(state[:, tile], logits.tile(tile, first), labels[tile], first, options)
+            _update(state[:, tile], logits.tile(tile, first), labels[tile], _of(coolness, tile), first, options)
     return _finish(state, labels, weight.shape[0])
 
 
@@ -76,6 +78,7 @@ def gradients(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    coolness: Tensor | None,
     options: Options,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -88,18 +91,20 @@ def gradients(
     need_hidden, need_weight, need_bias = needs
     total, vocab = accumulator(hidden.dtype), weight.shape[0]
     blocks, rows = _grid(hidden, weight, options)
-    row_terms = coefficients(dstatistics, found, labels, vocab)
+    row_terms = coefficients(dstatistics, found, labels, vocab, coolness)
     dhidden = hidden.new_zeros(hidden.shape, dtype=total) if need_hidden else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None
     dbias = bias.new_zeros(bias.shape, dtype=total) if need_bias and bias is not None else None
-    logits = _Logits(hidden, weight, bias, rows, blocks.step, options)
+    logits = _Logits(hidden, weight, bias, coolness, rows, blocks.step, options)
 
     def add_block(first: int) -> None:
         block = slice(first, min(first + blocks.step, vocab))
         dblock = hidden.new_zeros(block.stop - first, hidden.shape[1], dtype=total) if need_weight else None
         for tile in _slices(hidden.shape[0], rows):
             z = logits.tile(tile, first)
-            dz = _differentiate(z, labels[tile], first, found[:, tile], row_terms[:, tile], options, hidden.dtype)
+            dz = _differentiate(
+                z, labels[tile], _of(coolness, tile), first, found[:, tile], row_terms[:, tile], options, hidden.dtype
+            )
             if dhidden is not None:
                 add_product(dhidden[tile], dz, logits.weight_of(first))
             if dblock is not None:
@@ -124,6 +129,7 @@ def loss_and_gradients(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    coolness: Tensor | None,
     token_weights: Tensor,
     label_smoothing: float,
     z_loss: float,
@@ -143,19 +149,20 @@ def loss_and_gradients(
     dbias = bias.new_zeros(bias.shape, dtype=total) if need_bias and bias is not None else None
     loss = hidden.new_zeros((), dtype=total)
     rows = max(1, min(options.chunk, tokens))
-    logits = _Logits(hidden, weight, bias, rows, vocab, options)
+    logits = _Logits(hidden, weight, bias, coolness, rows, vocab, options)
     state = hidden.new_empty(5, rows, dtype=total)
     for tile in _slices(tokens, rows):
         z, label, weights = logits.tile(tile, 0), labels[tile], token_weights[tile]
         of_tile = state[:, : z.shape[0]]
-        _update(of_tile, z, label, 0, options)
+        cool = _of(coolness, tile)
+        _update(of_tile, z, label, cool, 0, options)
         found = _finish(of_tile, label, vocab)
         terms, dfound = loss_of(found, label_smoothing, z_loss)
         loss += (terms * weights).sum()
         if not any(needs):
             continue
-        row_terms = coefficients(dfound * weights, found, label, vocab)
-        dz = _differentiate(z, label, 0, found, row_terms, options, hidden.dtype)
+        row_terms = coefficients(dfound * weights, found, label, vocab, cool)
+        dz = _differentiate(z, label, cool, 0, found, row_terms, options, hidden.dtype)
         if dhidden is not None:
             product(dz, logits.weight_of(0), out=dhidden[tile])
         if dweight is not None:
@@ -185,8 +192,9 @@ def loss_of(found: Tensor, label_smoothing: float, z_loss: float) -> tuple[Tenso
     return loss, dfound
 
 
-def coefficients(dstatistics: Tensor, found: Tensor, labels: Tensor, vocab: int) -> Tensor:
-    """``a, b, c, e`` of the gradient of a logit, ``[4, tokens]``, from the gradients of the statistics.
+def coefficients(dstatistics: Tensor, found: Tensor, labels: Tensor, vocab: int, coolness: Tensor | None) -> Tensor:
+    """``a, b, c, e`` of the gradient of a logit before its temperature, ``[4, tokens]``, from the gradients of the
+    statistics.
 
     From ``d log p_label / dz_j = [j is the label] - p_j``, ``d lse / dz_j = p_j``, ``d mean / dz_j = 1 / vocab`` and
     ``d entropy / dz_j = -p_j (log p_j + entropy)``.
@@ -195,7 +203,8 @@ def coefficients(dstatistics: Tensor, found: Tensor, labels: Tensor, vocab: int)
     a = lse - log_prob + entropy * (found[LOG_SUM] - found[ENTROPY])
     outside = ((labels < 0) | (labels >= vocab)) & (log_prob != 0)
     a = torch.where(outside, float("nan"), a)
-    return torch.stack([a, log_prob, mean / vocab, -entropy])
+    terms = torch.stack([a, log_prob, mean / vocab, -entropy])
+    return terms if coolness is None else terms * coolness
 
 
 class _Logits:
@@ -203,9 +212,17 @@ class _Logits:
     same pass, cap and temperature are still to come."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int, columns: int, options: Options
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        coolness: Tensor | None,
+        rows: int,
+        columns: int,
+        options: Options,
     ) -> None:
-        self._hidden, self._weight, self._columns, self._options = hidden, weight, columns, options
+        self._hidden, self._weight, self._coolness = hidden, weight, coolness
+        self._columns, self._options = columns, options
         self._buffer = hidden.new_empty(rows * columns, dtype=accumulator(hidden.dtype))
         # -inf hides a padded vocabulary row; its probability of 0 times its logit would be NaN in an entropy
         self._bias = None if bias is None else bias.to(self._buffer.dtype).clamp(min=-1e30)
@@ -231,8 +248,8 @@ class _Logits:
         if not _use_kernels(out):
             if self._options.softcap:
                 out.div_(self._options.softcap).tanh_().mul_(self._options.softcap)
-            if self._options.temperature != 1:
-                out /= self._options.temperature
+            if self._coolness is not None:
+                out *= self._coolness[rows, None]
         return out
 
 
@@ -243,6 +260,10 @@ def _grid(hidden: Tensor, weight: Tensor, options: Options) -> tuple[range, int]
     budget = options.chunk * vocab
     columns = min(vocab, max(VOCAB_BLOCK, budget // tokens // 256 * 256))
     return range(0, vocab, columns), min(tokens, max(1, budget // columns))
+
+
+def _of(numbers: Tensor | None, tile: slice) -> Tensor | None:
+    return None if numbers is None else numbers[tile]
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
@@ -309,13 +330,13 @@ _PEAK, _SUM, _MOMENT, _LABEL, _TOTAL = range(5)
 logit, ``sum z``."""
 
 
-def _update(state: Tensor, z: Tensor, labels: Tensor, first: int, options: Options) -> None:
+def _update(state: Tensor, z: Tensor, labels: Tensor, coolness: Tensor | None, first: int, options: Options) -> None:
     """Join the block of the vocabulary that starts at ``first`` into ``state`` ``[5, rows]``, which the block at 0
     begins."""
     if _use_kernels(z):
         from fsdp_sink_patches.ops.chunked_loss import _kernels
 
-        _kernels.update(state, z, labels, first, options.softcap, options.temperature)
+        _kernels.update(state, z, labels, coolness, first, options.softcap)
         return
     peak, at, inside = z.amax(1), *_place(labels, first, z.shape[1])
     if first:
@@ -353,17 +374,27 @@ def _finish(state: Tensor, labels: Tensor, vocab: int) -> Tensor:
 
 
 def _differentiate(
-    z: Tensor, labels: Tensor, first: int, found: Tensor, row_terms: Tensor, options: Options, dtype: torch.dtype
+    z: Tensor,
+    labels: Tensor,
+    coolness: Tensor | None,
+    first: int,
+    found: Tensor,
+    row_terms: Tensor,
+    options: Options,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The gradient of a tile of raw logits; overwrites ``z``. In ``dtype`` where matmuls of it sum in fp32."""
     if _use_kernels(z):
         from fsdp_sink_patches.ops.chunked_loss import _kernels
 
         out = z.new_empty(z.shape, dtype=dtype) if _half_in_full_out(z.device) else z
-        _kernels.differentiate(out, z, labels, first, found, row_terms, options.softcap, options.temperature)
+        _kernels.differentiate(out, z, labels, coolness, first, found, row_terms, options.softcap)
         return out
     a, b, c, e = row_terms
-    slope = 1 - (z * (options.temperature / options.softcap)).square_() if options.softcap else None
+    slope = None
+    if options.softcap:
+        inner = z / options.softcap if coolness is None else z / (coolness * options.softcap)[:, None]
+        slope = 1 - inner.square_()
     at, inside = _place(labels, first, z.shape[1])
     z -= found[PEAK][:, None]
     if options.entropy:
@@ -376,8 +407,6 @@ def _differentiate(
     dz.scatter_(1, at[:, None], picked)
     if slope is not None:
         dz *= slope
-    if options.temperature != 1:
-        dz /= options.temperature
     return dz.to(dtype) if _half_in_full_out(z.device) else dz
 
 

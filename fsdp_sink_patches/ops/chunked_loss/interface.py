@@ -23,7 +23,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     token_weights: Tensor | None = None,
@@ -62,7 +62,8 @@ def linear_cross_entropy(
             each token with 0 where it is ignored. With tokens spread over ranks, use ``"sum"`` and divide by the tokens
             of all ranks.
         softcap: caps logits, before the temperature; None is off.
-        temperature: divides logits.
+        temperature: divides logits; a number, or a tensor like ``labels`` with one for each token (a batch of samples
+            drawn at several). One that is not above 0 raises on the CPU and gives NaN on a GPU, as labels do.
         label_smoothing: in [0, 1], as in ``F.cross_entropy``.
         z_loss: weight of ``lse^2`` (PaLM, arXiv 2204.02311), 0 or more.
         token_weights: like ``labels``, floating point; differentiable. Weights of ignored tokens are not read. If all
@@ -84,7 +85,7 @@ def linear_cross_entropy(
         raise _refusal("label_smoothing", label_smoothing, "a number in [0, 1]", "0 turns it off")
     if not (0 <= z_loss < math.inf):
         raise _refusal("z_loss", z_loss, "a finite number, 0 or more", "0 turns it off")
-    hidden, weight, bias, ids, counted = _prepare(
+    hidden, weight, bias, ids, counted, coolness = _prepare(
         hidden, weight, labels, bias, chunk_size, ignore_index, softcap, temperature
     )
     weights = counted.to(_tiles.accumulator(hidden.dtype))
@@ -100,7 +101,7 @@ def linear_cross_entropy(
     if backend not in (None, "torch"):
         return _libraries.compute(
             backend, hidden, weight, ids, counted, bias=bias, reduction=reduction, softcap=softcap,
-            temperature=temperature, label_smoothing=label_smoothing, z_loss=z_loss,
+            cooled=coolness is not None, label_smoothing=label_smoothing, z_loss=z_loss,
             weighted=token_weights is not None, shape=labels.shape,
         )  # fmt: skip
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
@@ -113,13 +114,13 @@ def linear_cross_entropy(
             "leave recompute at None",
         )  # fmt: skip
     chunk = _tiles.default_chunk(weight.shape[0], not recompute) if chunk_size is None else chunk_size
-    shaping = (chunk, float(softcap or 0), float(temperature))
+    shaping = (chunk, float(softcap or 0))
     if not recompute:
         summed = _op.linear_loss(
-            hidden, weight, bias, ids, weights, float(label_smoothing), float(z_loss), *shaping, *needs
+            hidden, weight, bias, ids, coolness, weights, float(label_smoothing), float(z_loss), *shaping, *needs
         )[0]
     else:
-        found = _op.logit_statistics(hidden, weight, bias, ids, *shaping, False)
+        found = _op.logit_statistics(hidden, weight, bias, ids, coolness, *shaping, False)
         losses = torch.where(counted, _tiles.loss_of(found, label_smoothing, z_loss)[0], 0) * weights
         if reduction == "none":
             return losses.view(labels.shape)
@@ -136,7 +137,7 @@ def linear_log_probs(
     chunk_size: int | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor] | Tensor:
     """Log-probabilities of the labels and entropies of their distributions, without the logits ``[tokens, vocab]``.
@@ -149,13 +150,11 @@ def linear_log_probs(
         ``with_entropy``. A log-probability is never above 0; where the label is ``ignore_index`` it is 0, without
         gradient. Entropies, in nats, need no label: every token has one.
     """
-    hidden, weight, bias, ids, counted = _prepare(
+    hidden, weight, bias, ids, counted, coolness = _prepare(
         hidden, weight, labels, bias, chunk_size, ignore_index, softcap, temperature
     )
     chunk = _tiles.default_chunk(weight.shape[0], False) if chunk_size is None else chunk_size
-    found = _op.logit_statistics(
-        hidden, weight, bias, ids, chunk, float(softcap or 0), float(temperature), bool(with_entropy)
-    )
+    found = _op.logit_statistics(hidden, weight, bias, ids, coolness, chunk, float(softcap or 0), bool(with_entropy))
     log_probs = torch.where(counted, found[_tiles.LOG_PROB], 0).view(labels.shape)
     return (log_probs, found[_tiles.ENTROPY].view(labels.shape)) if with_entropy else log_probs
 
@@ -224,18 +223,16 @@ def _prepare(
     chunk_size: int | None,
     ignore_index: int,
     softcap: float | None,
-    temperature: float,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    temperature: float | Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
     """Look at every argument; then ``hidden`` ``[tokens, h]``, ``weight`` and ``bias`` as plain tensors, ids (0 where
-    ignored) and which tokens count, both ``[tokens]``."""
+    ignored), which tokens count, and inverse temperatures if any, each ``[tokens]``."""
     if chunk_size is not None and (
         isinstance(chunk_size, bool) or not isinstance(chunk_size, int | torch.SymInt) or chunk_size < 1
     ):
         raise _refusal("chunk_size", repr(chunk_size), "an int of at least 1", "None chooses")
     if softcap is not None and not 0 < softcap < math.inf:
         raise _refusal("softcap", softcap, "a positive number", "None turns it off")
-    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-        raise _refusal("temperature", temperature, "a positive number", "1.0 leaves logits as they are")
     for name, own in (("hidden", hidden), ("labels", labels)):
         if isinstance(own, DTensor):
             raise _refusal(
@@ -284,7 +281,31 @@ def _prepare(
                 "labels", f"{outside[0].item()} among them", f"{ignore_index} (ignored) or 0 to {weight.shape[0] - 1}",
                 "look for a tokenizer with more ids than the head has rows, or another ignore_index",
             )  # fmt: skip
-    return hidden.reshape(-1, hidden.shape[-1]), plain_weight, plain_bias, ids, counted
+    coolness = _coolness(temperature, labels, hidden)
+    return hidden.reshape(-1, hidden.shape[-1]), plain_weight, plain_bias, ids, counted, coolness
+
+
+def _coolness(temperature: float | Tensor, labels: Tensor, hidden: Tensor) -> Tensor | None:
+    """Inverse temperatures ``[tokens]`` in the accumulator's dtype; None where logits stay as they are."""
+    dtype = _tiles.accumulator(hidden.dtype)
+    if not isinstance(temperature, Tensor):
+        if not 0 < temperature < math.inf:
+            raise _refusal("temperature", temperature, "a positive number", "1.0 leaves logits as they are")
+        if temperature == 1:
+            return None
+        return torch.full((labels.numel(),), 1 / temperature, dtype=dtype, device=hidden.device)
+    if temperature.shape != labels.shape or not temperature.dtype.is_floating_point or temperature.requires_grad:
+        trained = ", trained" * temperature.requires_grad
+        raise _refusal(
+            "temperature", f"{temperature.dtype} {list(temperature.shape)}{trained}",
+            f"a number, or floating point {list(labels.shape)} that is not trained",
+            "expand one temperature a sample to its tokens; detach it",
+        )  # fmt: skip
+    _same_device("temperature", temperature, hidden)
+    flat = temperature.reshape(-1).to(dtype)
+    if flat.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((flat > 0).all()):
+        raise _refusal("temperature", f"{flat.min().item()} among them", "positive numbers", "clamp it")
+    return torch.where(flat > 0, 1 / flat, float("nan"))
 
 
 class _Gather(torch.autograd.Function):

@@ -12,7 +12,11 @@ from torch import Tensor
 
 
 def full_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """``[..., vocab]`` in at least fp32: a linear layer in the dtype of its inputs, then the cap, then the
     temperature."""
@@ -20,6 +24,8 @@ def full_logits(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if isinstance(temperature, Tensor):
+        return logits / temperature.unsqueeze(-1).to(logits.dtype)
     return logits if temperature == 1 else logits / temperature
 
 
@@ -32,7 +38,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     token_weights: Tensor | None = None,
@@ -64,7 +70,7 @@ def log_probs(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """:func:`linear_log_probs`'s log-probabilities and entropies from all logits."""
     every = full_logits(hidden, weight, bias, softcap, temperature).log_softmax(-1)
