@@ -48,7 +48,7 @@ class Options:
 
 def default_chunk(vocab: int, whole_rows: bool) -> int:
     """Rows of the whole vocabulary whose logits may be there at once, for who does not say."""
-    return max(ROWS_AT_ONCE if whole_rows else 1, LOGITS_AT_ONCE // vocab)
+    return max(ROWS_AT_ONCE if whole_rows else 1, -(-LOGITS_AT_ONCE // vocab))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -259,7 +259,8 @@ def _grid(hidden: Tensor, weight: Tensor, options: Options) -> tuple[range, int]
     tokens, vocab = max(1, hidden.shape[0]), weight.shape[0]
     budget = options.chunk * vocab
     columns = min(vocab, max(VOCAB_BLOCK, budget // tokens // 256 * 256))
-    return range(0, vocab, columns), min(tokens, max(1, budget // columns))
+    tiles = -(-tokens // max(1, budget // columns))
+    return range(0, vocab, columns), -(-tokens // tiles)  # tiles of one size: a short last one costs as much as a full
 
 
 def _of(numbers: Tensor | None, tile: slice) -> Tensor | None:
