@@ -52,6 +52,8 @@ class Patch:
         targets: what is replaced.
         relies_on: ``"module:qualname"`` of upstream sources that are not replaced but must mean what they meant;
             a trailing ``"?"`` says that a release may lack it.
+        refuses: releases that the patch can't make right, and why: a version specifier (``"==5.8.0"``) to the reason
+            in one sentence. Nothing is patched there, and whoever imports the first target's module is warned once.
     """
 
     id: str
@@ -63,6 +65,12 @@ class Patch:
     remove_when: str
     targets: tuple[Target, ...]
     relies_on: tuple[str, ...] = ()
+    refuses: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def versions(self) -> str:
+        """What ``requires`` and ``refuses`` leave, as messages say it: ``">=5.8, not ==5.8.0"``."""
+        return ", not ".join([self.requires, *self.refuses])
 
 
 @dataclass(frozen=True)
