@@ -87,7 +87,8 @@ def exact_hyper_head(module: Any, streams: Tensor) -> Tensor:
     x = streams.double()
     weights = _normed(x, module.input_norm.eps) @ module.hc_fn.double().T
     pre = (weights * module.hc_scale.double() + module.hc_base.double()).sigmoid() + module.eps
-    return (pre[..., None] * x).sum(-2)
+    collapsed: Tensor = (pre[..., None] * x).sum(-2)
+    return collapsed
 
 
 def _normed(streams: Tensor, eps: float) -> Tensor:

@@ -45,7 +45,8 @@ def norm_forward(original: Callable[..., Tensor], self: Any, hidden_states: Tens
 
     exact = hidden_states.to(torch.float32)
     exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-    return (self.weight * exact).to(hidden_states.dtype)
+    weighted: Tensor = self.weight * exact
+    return weighted.to(hidden_states.dtype)
 
 
 def strict_names(original: Collection[str]) -> list[str]:

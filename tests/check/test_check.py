@@ -160,6 +160,21 @@ def test_versions_outside_the_range(checkout: Checkout) -> None:
     assert checkout.row("--strict", code=1)["state"] == "inapplicable"
 
 
+def test_a_refused_release_says_why(checkout: Checkout) -> None:
+    refuses = 'refuses={{"==1.6": "planted 1.6 is not causal"}}, link='
+    checkout.write("patches/planted/thing.py", PATCH.replace("link=", refuses).format(slug="thing", name="f"))
+    assert checkout.row()["state"] == "applied"
+    checkout.install("1.6")
+    report = checkout.report()
+    jsonschema.validate(report, schema("check"))
+    (row,) = report["patches"]
+    assert row["state"] == "inapplicable"
+    assert "planted 1.6 (planted 1.6 is not causal), expected planted>=1,<3, not ==1.6" in row["reason"]
+    explained = " ".join(checkout.check("--explain", "planted.thing").stdout.split())
+    assert "planted 1.6 is not causal" in explained
+    assert "Install a release that satisfies >=1,<3, not ==1.6 to have it." in explained
+
+
 def test_absent_is_fine_even_if_strict(checkout: Checkout) -> None:
     (checkout.upstream / "planted-1.dist-info" / "METADATA").unlink()
     (checkout.upstream / "planted-1.dist-info").rmdir()
