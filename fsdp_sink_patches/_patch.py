@@ -18,7 +18,8 @@ class Target:
             of a class or module attribute (a flag, a tuple of names).
         kind: how ``replacement`` is used.
         optional: the attribute does not exist in every release of the declared range; a release without it is known by
-            the digest ``"absent"``, and there the target is skipped, not drifted.
+            the digest ``"absent"``, and there the target is skipped, not drifted. Or not every job imports its module:
+            the patch is applied without waiting for it.
     """
 
     path: str

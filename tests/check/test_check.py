@@ -315,7 +315,7 @@ def test_the_real_patches_are_applied_here() -> None:
     """Known or allowed: this environment's transformers may be newer than the newest source that was looked at."""
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "fsdp_sink_patches.check", "--json"]
-    for id in ("transformers.flash-sinks", "transformers.gpt-oss-packed-masks"):
+    for id in ("transformers.flash-sinks", "transformers.packed-masks"):
         command += ["--allow-drift", id]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -323,5 +323,5 @@ def test_the_real_patches_are_applied_here() -> None:
     jsonschema.validate(report, schema("check"))
     states = {row["id"]: row["state"] for row in report["patches"]}
     assert states["transformers.flash-sinks"] == "applied"
-    assert states["transformers.gpt-oss-packed-masks"] == "applied"
+    assert states["transformers.packed-masks"] == "applied"
     assert report["backends"]["reference"] == "available"

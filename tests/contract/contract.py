@@ -191,7 +191,7 @@ for step in steps:
     elif step == "someone-else":
         from fsdp_sink_patches import _ownership
         for patch in registered.values():
-            target = next(t for t in patch.targets if not t.optional)
+            target = min(patch.targets, key=lambda t: t.optional)
             if target.module in sys.modules:
                 at = _ownership.place(sys.modules[target.module], target.qualname)
                 setattr(at.holder, at.name, lambda *args, **kwargs: None)
