@@ -8,15 +8,16 @@ What breaks for the user:
 - To 5.9 the same load rounds ``sinks``, ``position_bias`` and ``hc_head``, which the checkpoint has in fp32.
 - In every release to 5.24 the hyper-connections project their streams with ``F.linear(flat, self.fn.float())``. Under
   autocast, which is how verl and the Trainer run a forward, that is a bf16 product all the same: the weights that mix
-  the streams are off by 1e-3, where the reference implementation (and the server that samples the rollouts) has fp32.
+  the streams are off by 1e-3 where the code asks for fp32 (1e-7). Logits move by less than bf16 costs them anyway.
 
 With the patch a bf16 load runs forward and backward, with and without autocast; what is fp32 in the checkpoint is fp32
 in the model; and the hyper-connections are computed in fp32 under autocast. Without autocast, an fp32 model, a model
 that is bf16 throughout, and a bf16 load from 5.20 on give the same bits as upstream.
 
 Not covered: fp16 loads (5.10 on keeps the compressors' projections in fp32, so they run under autocast only); models
-made by ``from_config(dtype=bf16)``, where upstream keeps nothing in fp32 to 5.23; and the sum of gate and
-``position_bias``, which 5.8.1 and 5.9.0 round to bf16 (``transformers.deepseek-v4-packing`` has the compressors).
+made by ``from_config(dtype=bf16)``, where upstream keeps nothing in fp32 to 5.23; the sum of gate and
+``position_bias``, which 5.8.1 and 5.9.0 round to bf16 (``transformers.deepseek-v4-packing`` has the compressors); and the
+indexer's scores, which autocast turns into bf16 as well (in fp32 they cost 16 times as much, and no gradient sees them).
 """
 
 from __future__ import annotations

@@ -175,6 +175,15 @@ def test_a_refused_release_says_why(checkout: Checkout) -> None:
     assert "Install a release that satisfies >=1,<3, not ==1.6 to have it." in explained
 
 
+def test_an_optional_target_in_a_package_that_the_release_lacks_is_no_fault(checkout: Checkout) -> None:
+    targets = 'targets=(Target("planted.later.deep:f", replacement, optional=True), '
+    checkout.write("patches/planted/thing.py", PATCH.replace("targets=(", targets).format(slug="thing", name="f"))
+    known = checkout.root / "compat_matrix" / "planted.toml"
+    known.write_text(known.read_text().replace("digests = {", 'digests = { "planted.later.deep:f" = "absent",'))
+    row = checkout.row()
+    assert (row["state"], row["reason"]) == ("applied", "")
+
+
 def test_absent_is_fine_even_if_strict(checkout: Checkout) -> None:
     (checkout.upstream / "planted-1.dist-info" / "METADATA").unlink()
     (checkout.upstream / "planted-1.dist-info").rmdir()
