@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from measured import CONTROL, RIGHT_UNDER_EAGER, RIGHT_UNDER_FLASH, SINGLE, TRANSFORMERS, Results
+from measured import CONTROL, ENCODER, HAS_ENCODER, RIGHT_UNDER_EAGER, RIGHT_UNDER_FLASH, SINGLE, TRANSFORMERS, Results
 from packaging.version import Version
 
 HERE = Path(__file__).resolve().parent
@@ -65,13 +65,14 @@ def _run(
 @pytest.fixture(scope="session")
 def patched(run: Callable[..., Results]) -> Results:
     """Both transformers patches applied before transformers is imported; no flash package, no CUDA, no network."""
-    return run(*RIGHT_UNDER_FLASH, *RIGHT_UNDER_EAGER, *SINGLE, apply=TRANSFORMERS)
+    compiled = ("encoder_compiled",) if HAS_ENCODER else ()
+    return run(*RIGHT_UNDER_FLASH, *RIGHT_UNDER_EAGER, *SINGLE, *ENCODER, *compiled, apply=TRANSFORMERS)
 
 
 @pytest.fixture(scope="session")
 def control(run: Callable[..., Results]) -> Results:
     """The same without patches: what a user of upstream meets."""
-    return run(*CONTROL)
+    return run(*CONTROL, *ENCODER)
 
 
 @pytest.fixture(scope="session")
