@@ -16,8 +16,8 @@ that is bf16 throughout, and a bf16 load from 5.20 on give the same bits as upst
 
 Not covered: fp16 loads (5.10 on keeps the compressors' projections in fp32, so they run under autocast only); models
 made by ``from_config(dtype=bf16)``, where upstream keeps nothing in fp32 to 5.23; the sum of gate and
-``position_bias``, which 5.8.1 and 5.9.0 round to bf16 (``transformers.deepseek-v4-packing`` has the compressors); and the
-indexer's scores, which autocast rounds to bf16 as well (no gradient sees them, only the choice of entries).
+``position_bias``, which 5.8.1 and 5.9.0 round to bf16 (``transformers.deepseek-v4-packing`` has the compressors); and
+the indexer's scores, which autocast rounds to bf16 as well (no gradient sees them, only the choice of entries).
 """
 
 from __future__ import annotations
