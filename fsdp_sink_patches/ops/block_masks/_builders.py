@@ -150,8 +150,9 @@ def dflash_lora(
     blocks = None if anchors is None else _rows("dflash_lora", "anchors", anchors)
     starts = None if documents is None else _rows("dflash_lora", "documents", documents, blocks)
 
-    where = device if blocks is None and starts is None else (starts if blocks is None else blocks).device  # type: ignore[union-attr]
-    position = torch.arange(seq_len, dtype=torch.int32, device=where)[None]
+    marks = starts if blocks is None else blocks
+    device = device if marks is None else marks.device
+    position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
     document, document_end = torch.zeros_like(position), torch.full_like(position, seq_len)
     if starts is not None:
         document, document_end = _around(starts, position, seq_len)
@@ -188,11 +189,11 @@ def _around(marks: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tens
     """The last mark at or before each position (-1: none) and the first one behind it (``length``: none).
 
     Args:
-        marks: int32 ``[batch, n]`` in any order; negative ones and those from ``length`` on count for nothing.
+        marks: int32 ``[batch or 1, n]`` in any order; negative ones and those from ``length`` on count for nothing.
         positions: int32 ``[batch or 1, m]``, each in ``[0, length)``.
     """
-    rows = marks.shape[0]
-    ordered = torch.where(marks < 0, length, marks).clamp(max=length).sort(dim=1).values
+    rows = max(marks.shape[0], positions.shape[0])
+    ordered = torch.where(marks < 0, length, marks).clamp(max=length).sort(dim=1).values.expand(rows, -1).contiguous()
     wanted = positions.expand(rows, -1).contiguous()
     count = torch.searchsorted(ordered, wanted, right=True)
     edged = F.pad(F.pad(ordered, (1, 0), value=-1), (0, 1), value=length)
@@ -215,10 +216,8 @@ def _interval(low: Tensor, high: Tensor, real: Tensor | None = None) -> Interval
 
 def _joined(before: Interval, behind: Interval) -> Interval:
     """The intervals of some queries, then of others."""
-    low, high = (
-        torch.cat([a.expand(max(a.shape[0], b.shape[0]), -1), b.expand(max(a.shape[0], b.shape[0]), -1)], 1)
-        for a, b in zip(before, behind, strict=True)
-    )
+    rows = max(before[0].shape[0], behind[0].shape[0])
+    low, high = (torch.cat([a.expand(rows, -1), b.expand(rows, -1)], 1) for a, b in zip(before, behind, strict=True))
     return low, high
 
 
