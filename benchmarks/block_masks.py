@@ -2,14 +2,15 @@
 
 Draft training with 3072 anchors, blocks of 8 and a context of 4096 (Q 24576, KV 28672), and the other builders at that
 size, against ``create_block_mask`` of the same rule, compiled and eager. Median milliseconds of one build, and the
-memory that it adds at its highest: by torch's allocator on CUDA, by the process's resident size on a CPU. On CUDA also
-attention through both masks, forward and backward, since the two mask_mods differ.
+memory that it adds at its highest, as torch's allocators count it. On CUDA also attention through both masks, forward
+and backward, since the two mask_mods differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -121,16 +122,11 @@ def _added_bytes(build: Callable[[], BlockMask], device: str) -> int:
         build()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Linux: 5 sets the highest resident size back to the present one.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
-    build()
-    return max(0, _resident("VmHWM") - before)
-
-
-def _resident(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return 1024 * int(line.split()[1])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        build()
+    changes = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
 
 
 def main() -> None:

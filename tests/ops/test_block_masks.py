@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -497,6 +498,20 @@ def test_other_documents_and_anchors_compile_nothing() -> None:
         out = compiled(q, k, v, block_mask=mask)
         assert relative_error(out, exact(q, k, v, block_masks.dense(mask))) < 1e-6
     assert counter.frame_count == 1
+
+
+def test_other_lengths_compile_a_few_times() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(flex_attention, backend=counter)
+    generator = torch.Generator().manual_seed(0)
+    for length in (64, 96, 80, 130, 257, 64, 300, 128, 200):
+        starts = torch.randint(0, length, (2, 1 + length // 50), generator=generator)
+        mask = block_masks.causal(length, documents=starts, window=9, sinks=2)
+        q, k, v = attention_inputs(2, 2, length, length)
+        out = compiled(q, k, v, block_mask=mask)
+        assert relative_error(out, exact(q, k, v, block_masks.dense(mask))) < 1e-6
+    assert counter.frame_count <= 4
 
 
 def test_builders_run_inside_of_a_compiled_graph() -> None:
