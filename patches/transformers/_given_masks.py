@@ -45,7 +45,7 @@ def _lengths(original: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]
         k = {**k, "attention_mask": None}
     found = original(*a, **k)
     if len(found) == 5:  # to 5.3: early_exit, mask, packed, kv_length, kv_offset
-        embeds = a[1] if len(a) > 1 else k.get("inputs_embeds", k.get("input_embeds"))
+        embeds: Any = a[1] if len(a) > 1 else k.get("inputs_embeds", k.get("input_embeds"))
         return embeds.shape[1], found[3], found[4]
     return found[3], found[4], found[6]
 
