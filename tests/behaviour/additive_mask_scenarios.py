@@ -115,6 +115,11 @@ def infinite() -> Any:
 
 
 @scenario
+def integers() -> Any:
+    return error(visible().long(), exact_mask=added(visible()))
+
+
+@scenario
 def one_mask_for_the_batch() -> Any:
     return error(visible(batch=1))
 

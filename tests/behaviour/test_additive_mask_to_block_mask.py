@@ -13,8 +13,8 @@ RIGHT = 1e-5
 WRONG_UPSTREAM = ("boolean", "boolean_per_head", "additive_per_head", "expanded_over_the_batch", "hybrid",
                   "wider_than_the_keys", "with_a_cache")  # fmt: skip
 RIGHT_UPSTREAM = ("additive", "infinite", "bias")
-BOTH = (*WRONG_UPSTREAM, *RIGHT_UPSTREAM, "one_mask_for_the_batch", "rows_that_see_nothing", "what_the_layers_get",
-        "validated")  # fmt: skip
+BOTH = (*WRONG_UPSTREAM, *RIGHT_UPSTREAM, "integers", "one_mask_for_the_batch", "rows_that_see_nothing",
+        "what_the_layers_get", "validated")  # fmt: skip
 
 Run = Callable[..., Results]
 
@@ -50,6 +50,11 @@ def test_one_mask_serves_the_batch(with_patch: Results, upstream: Results) -> No
     assert with_patch["one_mask_for_the_batch"] <= RIGHT
     found = upstream["one_mask_for_the_batch"]
     assert "raises" in found if isinstance(found, dict) else found > 1e-2
+
+
+def test_integers_are_refused(with_patch: Results, upstream: Results) -> None:
+    assert "pass mask.bool() if 1 means visible" in with_patch["integers"]["raises"]
+    assert upstream["integers"] > 1e-2
 
 
 def test_a_row_that_sees_nothing_gives_zero(with_patch: Results, upstream: Results) -> None:
