@@ -151,3 +151,10 @@ def test_its_own_validation_proves_it(patched_rope, upstream_rope):
     assert patched_rope["validated"]["right"]
     assert not upstream_rope["validated"]["right"]
     assert upstream_rope["validated"]["errors"]["tables"] > 1e-3
+
+
+def test_with_packing_four_tables_and_none_again(run: Callable[..., Results]) -> None:
+    """Compressors share once packing hands all of them the same positions, and recomputation finds them remembered."""
+    both = (ID, "transformers.deepseek-v4-packing")
+    counts = run("counts", apply=both, script=SCRIPT)["counts"]
+    assert counts == dict.fromkeys(("plain", "reentrant", "not reentrant"), [4, 0])
