@@ -1,10 +1,10 @@
 """What must stay fp32 when a bf16 model goes into FSDP2, and how to wrap it so that it does.
 
 Some models want a few parameters in fp32 beside bf16 weights: sinks, norms, hyper-connections, position_bias.
-transformers keeps them so at ``from_pretrained(dtype=torch.bfloat16)``, and ``fully_shard`` then refuses the model ("FSDP
-expects uniform original parameter dtype"), because one FSDP unit has one dtype. The usual ways round it lose what was
-wanted: cast everything to bf16, or leave the fp32 parameters out (``ignored_params``) and find that every rank trains its
-own sinks (https://github.com/NVIDIA-NeMo/Automodel/issues/2143, https://github.com/verl-project/verl/issues/7092).
+transformers keeps them so at ``from_pretrained(dtype=torch.bfloat16)``, and ``fully_shard`` then refuses the model
+("FSDP expects uniform original parameter dtype"), because one FSDP unit has one dtype. The usual ways round it lose what
+was wanted: cast everything to bf16, or leave the fp32 parameters out (``ignored_params``), and every rank trains its own
+sinks (https://github.com/NVIDIA-NeMo/Automodel/issues/2143, https://github.com/verl-project/verl/issues/7092).
 
     from fsdp_sink_patches.fsdp import shard_fp32_units
 
@@ -13,26 +13,26 @@ own sinks (https://github.com/NVIDIA-NeMo/Automodel/issues/2143, https://github.
         fully_shard(layer, mesh=mesh, mp_policy=bf16)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
 
-**How.** A module that is fp32 as a whole (a norm, a hyper-connection) becomes a unit of its own with an fp32 policy. A bare
-fp32 parameter among bf16 ones (``self_attn.sinks``) has no module of its own; here the module that reads it becomes the
-fp32 unit, holding only its fp32 parameters (those of its sub-modules too: one unit an attention), and its bf16 weights
-go to the unit around it, the user's layer. So every parameter stays where upstream put it, under its own name, a DTensor
-of the same mesh as all others: state dicts, distributed checkpoints, optimizer states, ``clip_grad_norm_``, gradient
-accumulation, checkpointing and HSDP are plain FSDP2, with its own hooks on the inputs and outputs of the attention.
+**How.** A module that is fp32 as a whole (a norm, a hyper-connection) becomes a unit of its own with an fp32 policy. A
+bare fp32 parameter among bf16 ones (``self_attn.sinks``) has no module of its own. Here the module that reads it becomes
+the fp32 unit, which holds its fp32 parameters and those of its sub-modules, one unit an attention; its bf16 weights go to
+the unit around it, the user's layer. So every parameter stays where upstream put it, under its own name, a DTensor of the
+same mesh as all others, and the rest is plain FSDP2 with its own hooks on the inputs and outputs of the attention: state
+dicts, distributed checkpoints, optimizer states, ``clip_grad_norm_``, accumulation, activation checkpointing, HSDP.
 
-**Why not otherwise** (each was tried or read through):
+**Why not otherwise**
 
-- a holder sub-module for ``sinks`` (a parametrization, a property): the parameter gets another name; state-dict hooks hide
-  that from ``state_dict()``, not from ``named_parameters()``, and ``torch.distributed.checkpoint`` resolves names by
-  ``getattr``, which would run the holder's all-gather in the middle of a checkpoint. Without inputs its gradient is
-  reduced after the whole backward only.
-- replicated parameters and an all-reduce in a gradient hook: plain tensors among DTensors, which ``clip_grad_norm_`` and
-  ``full_state_dict`` do not mix, and each later ``fully_shard`` must be told to ignore them.
-- a unit per linear layer of the attention, so that the rest of it is fp32: ten more collectives a layer; one unit
-  over a list of them reduces its gradients when the first is done, before the parallel branches (q and kv) are.
+- A holder sub-module for ``sinks`` (a parametrization, a property) gives the parameter another name. State-dict hooks
+  hide that from ``state_dict()``, but not from ``named_parameters()``, and ``torch.distributed.checkpoint`` looks names
+  up with ``getattr``, which would run the holder's all-gather. Without inputs, its gradient is reduced only when the whole
+  backward is done.
+- Replicated parameters and an all-reduce in a gradient hook are plain tensors among DTensors, which ``clip_grad_norm_``
+  and full state dicts do not mix, and each later ``fully_shard`` must be told to ignore them.
+- A unit for each linear layer of the attention, so that only fp32 is left in it, costs some ten collectives a layer; one
+  unit over the list of them reduces gradients when its first module is done, and q and kv are parallel branches.
 
-The one thing that ``fully_shard`` does not do by itself is to let the outer unit have the bf16 weights of a module that is
-already a unit: it stops there. :class:`_Rest`, a child without parameters of its own, hands them to it.
+The one thing that ``fully_shard`` does not do by itself is to let the outer unit have the bf16 weights below a module
+that is a unit already: it stops there. :class:`_Rest`, a child without parameters of its own, hands them to it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -92,8 +93,8 @@ def fp32_units(model: nn.Module, *, also: Iterable[str] = ()) -> Fp32Units:
 
     A parameter is wanted in fp32 if
 
-    - ``_keep_in_fp32_modules_strict`` of the model or of a sub-model has it (transformers 4.57 and newer), whatever dtype it
-      is in now: after ``model.to(torch.bfloat16)`` these are the ones that should not have been cast;
+    - ``_keep_in_fp32_modules_strict`` of the model or of a sub-model has it (transformers 4.57 and newer), whatever dtype
+      it is in now: after ``model.to(torch.bfloat16)`` these are the ones that should not have been cast;
     - or ``_keep_in_fp32_modules`` has it and the model holds fp16 parameters. At bf16 transformers gives that list no
       effect (DeepSeek-V4 names compressor projections there, for its FP8 loader), and neither do we;
     - or it is fp32 now and the model holds parameters of lower precision;
@@ -102,7 +103,7 @@ def fp32_units(model: nn.Module, *, also: Iterable[str] = ()) -> Fp32Units:
     Args:
         model: before or after sharding, on any device, meta included.
         also: more names of modules or parameters, as in those lists: whole components of a dotted name, ``*`` for
-            anything. ``also=("sinks",)`` is for gpt-oss, MiMo-V2-Flash and granite-swa, whose sinks upstream keeps in bf16.
+            anything. ``("sinks",)`` is for gpt-oss, MiMo-V2-Flash and granite-swa, whose sinks upstream keeps in bf16.
 
     Returns:
         The names. Empty for a model that is fp32 throughout and asks for nothing, for example Llama.
@@ -184,9 +185,9 @@ def shard_fp32_units(
         What was sharded: nothing for a model that asks for nothing, which is left as it is.
 
     Raises:
-        ValueError: a policy that is not fp32; a model already sharded; an fp32 parameter that is tied to one outside its
-            unit; a bare fp32 parameter directly in the model or in one of its layers (``_no_split_modules``), which you
-            are about to shard yourself. The model is unchanged then.
+        ValueError: a policy that is not fp32; a model already sharded; an fp32 parameter that is tied to one outside
+            its unit; a bare fp32 parameter directly in the model or in one of its layers (``_no_split_modules``), which
+            you are about to shard yourself. The model is unchanged then.
         RuntimeError: from the first forward, if no ``fully_shard`` has taken the rest of a unit's weights.
     """
     policy = mp_policy or MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
@@ -286,10 +287,10 @@ class _Rest(nn.Module):
     """The weights of an fp32 unit that are not fp32, for the unit around it.
 
     ``fully_shard(layer)`` asks every module below ``layer`` that is not below another unit for
-    ``named_parameters(recurse=False)``. This module stands beside the unit and answers with the unit's other weights, for
-    as long as nobody has sharded them. Everything else that looks here, state dicts and ``named_parameters()`` of the
-    model among it, finds an empty module, and the weights where they always were. (``fully_shard`` itself then looks up
-    where its parameters live, with ``remove_duplicate=False``: it must not find them here.)
+    ``named_parameters(recurse=False)``. This module stands beside the unit and answers with the unit's other weights,
+    for as long as nobody has sharded them. Everything else that looks here, state dicts and ``named_parameters()`` of
+    the model among it, finds an empty module, and the weights where they always were. (``fully_shard`` itself then looks
+    up where its parameters live, with ``remove_duplicate=False``: it must not find them here.)
     """
 
     def __init__(self, name: str, unit: nn.Module, rest: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
@@ -319,8 +320,8 @@ class _Rest(nn.Module):
         if left:
             raise RuntimeError(
                 f"fsdp_sink_patches.fsdp: found {len(left)} weights of {self.unit_name} that no FSDP unit has, expected "
-                f"that fully_shard of the layers and of the root came after shard_fp32_units. Their gradients would "
-                f"not be reduced. Call fully_shard on every layer and on the model before the first forward."
+                f"them in the unit around it: their gradients would not be reduced. After shard_fp32_units, call "
+                f"fully_shard on every layer and on the model."
             )
 
     def extra_repr(self) -> str:
@@ -347,8 +348,9 @@ _said: set[str] = set()
 def without_gradient(model: nn.Module, loss: torch.Tensor | None = None) -> tuple[str, ...]:
     """Name the trainable parameters that get no gradient.
 
-    Without ``loss``, those known: DeepSeek-V4's Lightning Indexer, whose output is a tensor of integers. (226 M parameters in
-    V4-Flash, 501 M in V4-Pro. The paper trains it with a loss of its own, which transformers does not have.)
+    Without ``loss``, those known: DeepSeek-V4's Lightning Indexer, whose output is a tensor of integers (226 M parameters
+    in V4-Flash, 501 M in V4-Pro; the paper, arXiv 2606.19348, trains it with a loss of its own, which transformers does
+    not have).
 
     With ``loss``, those measured: whatever ``loss`` does not depend on. The graph of ``loss`` is used up.
 
@@ -381,8 +383,8 @@ def without_gradient(model: nn.Module, loss: torch.Tensor | None = None) -> tupl
 def freeze_without_gradient(model: nn.Module, loss: torch.Tensor | None = None) -> tuple[str, ...]:
     """Call ``requires_grad_(False)`` on what :func:`without_gradient` names, and return the names.
 
-    Before wrapping and before the optimizer is made. FSDP1 then needs ``use_orig_params=True``, because a flat parameter
-    is trainable as a whole or not at all. Do not freeze what you train with a loss of your own.
+    Before wrapping and before the optimizer is made. FSDP1 then needs ``use_orig_params=True``, because a flat
+    parameter is trainable as a whole or not at all. Do not freeze what you train with a loss of your own.
     """
     names = without_gradient(model, loss)
     for name in names:
@@ -392,12 +394,14 @@ def freeze_without_gradient(model: nn.Module, loss: torch.Tensor | None = None) 
 
 def _say_without_gradient(model: nn.Module) -> None:
     names = without_gradient(model)
-    if names and "indexer" not in _said:
-        _said.add("indexer")
+    if not names or "indexer" in _said:
+        return
+    _said.add("indexer")
+    if not (dist.is_initialized() and dist.get_rank()):
         _LOGGER.warning(
-            "fsdp_sink_patches.fsdp: found %d trainable parameters of DeepSeek-V4's indexer (%s), expected parameters that "
-            "the loss reaches: top-k indices pass no gradient. Under FSDP1 AdamW still decays them; under FSDP2 they have "
-            "no optimizer state. Call freeze_without_gradient(model) before sharding, unless you add an indexer loss.",
+            "fsdp_sink_patches.fsdp: found %d trainable parameters of DeepSeek-V4's indexer, expected parameters that the "
+            "loss reaches: top-k indices pass no gradient. Under FSDP1 AdamW still decays them; under FSDP2 they get no "
+            "optimizer state, and the saved optimizer does not load again. Call freeze_without_gradient(model) before "
+            "sharding, unless you train them with a loss of their own.",
             len(names),
-            ", ".join(_kinds(names)),
         )

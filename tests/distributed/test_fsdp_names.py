@@ -1,0 +1,134 @@
+"""What fsdp.fp32_units and fsdp.without_gradient name, and what FSDP1 does to parameters without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_sink_patches.fsdp import Fp32Units, fp32_units, freeze_without_gradient, without_gradient
+
+transformers = pytest.importorskip("transformers")
+if not hasattr(transformers, "DeepseekV4ForCausalLM"):
+    pytest.skip("this transformers has no DeepSeek-V4", allow_module_level=True)
+
+from fsdp_sink_patches.patches.transformers import _deepseek_v4_models as v4  # noqa: E402
+
+IDS = torch.randint(0, 128, (1, 40), generator=torch.Generator().manual_seed(3))
+
+
+def tiny(*layers: str) -> Any:
+    return v4.build(layers or (v4.SLIDING, v4.CSA), vocab_size=128, hidden_size=64, moe_intermediate_size=32)
+
+
+def names(units: Fp32Units, model: nn.Module) -> set[str]:
+    """Every parameter that the units cover."""
+    covered = {
+        f"{module}.{name}" for module in units.modules for name, _ in model.get_submodule(module).named_parameters()
+    }
+    return covered | set(units.parameters)
+
+
+def test_deepseek_v4_names_what_from_pretrained_keeps(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    mixed = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {name for name, value in mixed.named_parameters() if value.dtype == torch.float32}
+    assert kept
+    units = fp32_units(mixed)
+    assert names(units, mixed) == kept
+    assert units.parameters == (
+        "model.layers.0.self_attn.sinks",
+        "model.layers.1.self_attn.sinks",
+        "model.layers.1.self_attn.compressor.position_bias",
+        "model.layers.1.self_attn.compressor.indexer.position_bias",
+    )
+    assert "fp32 parameter: model.layers.*.self_attn.sinks (2)" in str(units).splitlines()
+    assert "fp32 module: model.layers.*.attn_hc (2)" in str(units).splitlines()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_itself_says_it_in_any_dtype(dtype: torch.dtype) -> None:
+    """The strict list alone, as in 5.10.1 and newer; 5.8 and 5.9 list neither sinks nor position_bias nor hc_head."""
+    model = tiny().to(dtype)
+    found = names(fp32_units(model), model)
+    assert {name.rpartition(".")[2] for name in found} >= {"fn", "base", "scale", "weight"}
+    asked = type(model)._keep_in_fp32_modules_strict
+    assert {"sinks" in name for name in found} == ({True, False} if "sinks" in asked else {False})
+    assert not any("proj" in name for name in found)  # the non-strict list has no effect at bf16
+
+
+def test_sub_models_speak_for_their_own_part() -> None:
+    class Tower(nn.Module):
+        _keep_in_fp32_modules_strict = ("norm", "blocks.*.scale")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up_norm = nn.LayerNorm(4), nn.LayerNorm(4)
+            self.blocks = nn.ModuleList([nn.ParameterDict({"scale": torch.ones(1), "weight": torch.ones(1)})])
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower, self.norm = Tower(), nn.LayerNorm(4)
+
+    whole = Whole().bfloat16()
+    assert fp32_units(whole) == Fp32Units(("tower.norm",), ("tower.blocks.0.scale",))
+    assert fp32_units(whole, also=("norm",)) == Fp32Units(("tower.norm", "norm"), ("tower.blocks.0.scale",))
+    whole.tower._keep_in_fp32_modules = ["up_norm"]
+    assert "tower.up_norm" not in fp32_units(whole).modules
+    assert "tower.up_norm" in fp32_units(whole.half()).modules
+
+
+def test_one_dtype_needs_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    assert not fp32_units(model)
+    assert str(fp32_units(model)).startswith("no fp32 units")
+    model[0].bfloat16()
+    assert fp32_units(model) == Fp32Units(("1",), ())
+
+
+def test_without_gradient_is_what_backward_finds() -> None:
+    model = tiny()
+    known = without_gradient(model)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    assert without_gradient(model, loss) == known
+    assert len(known) == 6
+    assert {name.split(".indexer.")[0] for name in known} == {"model.layers.1.self_attn.compressor"}
+    assert without_gradient(tiny(v4.SLIDING, v4.HCA)) == ()
+    assert freeze_without_gradient(model) == known
+    assert without_gradient(model) == ()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("freeze", [False, True])
+def test_fsdp1_decays_an_indexer_that_is_not_frozen(freeze: bool) -> None:
+    """One rank, so that FSDP1 runs on a CPU: its flat parameter hands zeros, not None, to AdamW."""
+    model = tiny(v4.CSA)
+    if freeze:
+        freeze_without_gradient(model)
+    start = model.model.layers[0].self_attn.compressor.indexer.kv_proj.weight.detach().clone()
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    wrapped = FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1)
+    for _ in range(10):
+        wrapped(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with FSDP.summon_full_params(wrapped):
+        now = next(value for name, value in wrapped.named_parameters() if name.endswith("indexer.kv_proj.weight"))
+        moved = ((now - start).norm() / start.norm()).item()
+    assert moved == (0 if freeze else pytest.approx(1 - (1 - 1e-3) ** 10, rel=1e-3))
