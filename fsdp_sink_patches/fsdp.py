@@ -2,9 +2,10 @@
 
 Some models want a few parameters in fp32 beside bf16 weights: sinks, norms, hyper-connections, position_bias.
 transformers keeps them so at ``from_pretrained(dtype=torch.bfloat16)``, and ``fully_shard`` then refuses the model
-("FSDP expects uniform original parameter dtype"), because one FSDP unit has one dtype. The usual ways round it lose what
-was wanted: cast everything to bf16, or leave the fp32 parameters out (``ignored_params``), and every rank trains its own
-sinks (https://github.com/NVIDIA-NeMo/Automodel/issues/2143, https://github.com/verl-project/verl/issues/7092).
+("FSDP expects uniform original parameter dtype"), because one FSDP unit has one dtype. The usual ways round it lose
+what was wanted: cast everything to bf16, or leave the fp32 parameters out (``ignored_params``), and every rank trains
+its own sinks (https://github.com/NVIDIA-NeMo/Automodel/issues/2143,
+https://github.com/verl-project/verl/issues/7092).
 
     from fsdp_sink_patches.fsdp import shard_fp32_units
 
@@ -14,22 +15,23 @@ sinks (https://github.com/NVIDIA-NeMo/Automodel/issues/2143, https://github.com/
     fully_shard(model, mesh=mesh, mp_policy=bf16)
 
 **How.** A module that is fp32 as a whole (a norm, a hyper-connection) becomes a unit of its own with an fp32 policy. A
-bare fp32 parameter among bf16 ones (``self_attn.sinks``) has no module of its own. Here the module that reads it becomes
-the fp32 unit, which holds its fp32 parameters and those of its sub-modules, one unit an attention; its bf16 weights go to
-the unit around it, the user's layer. So every parameter stays where upstream put it, under its own name, a DTensor of the
-same mesh as all others, and the rest is plain FSDP2 with its own hooks on the inputs and outputs of the attention: state
-dicts, distributed checkpoints, optimizer states, ``clip_grad_norm_``, accumulation, activation checkpointing, HSDP.
+bare fp32 parameter among bf16 ones (``self_attn.sinks``) has no module of its own. Here the module that reads it
+becomes the fp32 unit, which holds its fp32 parameters and those of its sub-modules, one unit an attention; its bf16
+weights go to the unit around it, the user's layer. So every parameter stays where upstream put it, under its own
+name, a DTensor of the same mesh as all others, and the rest is plain FSDP2 with its own hooks on the inputs and
+outputs of the attention: state dicts, distributed checkpoints, optimizer states, ``clip_grad_norm_``, accumulation,
+activation checkpointing, HSDP.
 
 **Why not otherwise**
 
 - A holder sub-module for ``sinks`` (a parametrization, a property) gives the parameter another name. State-dict hooks
   hide that from ``state_dict()``, but not from ``named_parameters()``, and ``torch.distributed.checkpoint`` looks names
-  up with ``getattr``, which would run the holder's all-gather. Without inputs, its gradient is reduced only when the whole
-  backward is done.
+  up with ``getattr``, which would run the holder's all-gather. Without inputs, its gradient is reduced only when the
+  whole backward is done.
 - Replicated parameters and an all-reduce in a gradient hook are plain tensors among DTensors, which ``clip_grad_norm_``
   and full state dicts do not mix, and each later ``fully_shard`` must be told to ignore them.
-- A unit for each linear layer of the attention, so that only fp32 is left in it, costs some ten collectives a layer; one
-  unit over the list of them reduces gradients when its first module is done, and q and kv are parallel branches.
+- A unit for each linear layer of the attention, so that only fp32 is left in it, costs some ten collectives a layer;
+  one unit over the list of them reduces gradients when its first module is done, and q and kv are parallel branches.
 
 The one thing that ``fully_shard`` does not do by itself is to let the outer unit have the bf16 weights below a module
 that is a unit already: it stops there. :class:`_Rest`, a child without parameters of its own, hands them to it.
@@ -93,8 +95,8 @@ def fp32_units(model: nn.Module, *, also: Iterable[str] = ()) -> Fp32Units:
 
     A parameter is wanted in fp32 if
 
-    - ``_keep_in_fp32_modules_strict`` of the model or of a sub-model has it (transformers 4.57 and newer), whatever dtype
-      it is in now: after ``model.to(torch.bfloat16)`` these are the ones that should not have been cast;
+    - ``_keep_in_fp32_modules_strict`` of the model or of a sub-model has it (transformers 4.57 and newer), whatever
+      dtype it is in now: after ``model.to(torch.bfloat16)`` these are the ones that should not have been cast;
     - or ``_keep_in_fp32_modules`` has it and the model holds fp16 parameters. At bf16 transformers gives that list no
       effect (DeepSeek-V4 names compressor projections there, for its FP8 loader), and neither do we;
     - or it is fp32 now and the model holds parameters of lower precision;
@@ -289,8 +291,8 @@ class _Rest(nn.Module):
     ``fully_shard(layer)`` asks every module below ``layer`` that is not below another unit for
     ``named_parameters(recurse=False)``. This module stands beside the unit and answers with the unit's other weights,
     for as long as nobody has sharded them. Everything else that looks here, state dicts and ``named_parameters()`` of
-    the model among it, finds an empty module, and the weights where they always were. (``fully_shard`` itself then looks
-    up where its parameters live, with ``remove_duplicate=False``: it must not find them here.)
+    the model among it, finds an empty module, and the weights where they always were. (``fully_shard`` itself then
+    looks up where its parameters live, with ``remove_duplicate=False``: it must not find them here.)
     """
 
     def __init__(self, name: str, unit: nn.Module, rest: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
@@ -319,9 +321,9 @@ class _Rest(nn.Module):
         self._unsharded.clear()
         if left:
             raise RuntimeError(
-                f"fsdp_sink_patches.fsdp: found {len(left)} weights of {self.unit_name} that no FSDP unit has, expected "
-                f"them in the unit around it: their gradients would not be reduced. After shard_fp32_units, call "
-                f"fully_shard on every layer and on the model."
+                f"fsdp_sink_patches.fsdp: found {len(left)} weights of {self.unit_name} that no FSDP unit has, "
+                f"expected them in the unit around it: their gradients would not be reduced. After "
+                f"shard_fp32_units, call fully_shard on every layer and on the model."
             )
 
     def extra_repr(self) -> str:
@@ -348,9 +350,9 @@ _said: set[str] = set()
 def without_gradient(model: nn.Module, loss: torch.Tensor | None = None) -> tuple[str, ...]:
     """Name the trainable parameters that get no gradient.
 
-    Without ``loss``, those known: DeepSeek-V4's Lightning Indexer, whose output is a tensor of integers (226 M parameters
-    in V4-Flash, 501 M in V4-Pro; the paper, arXiv 2606.19348, trains it with a loss of its own, which transformers does
-    not have).
+    Without ``loss``, those known: DeepSeek-V4's Lightning Indexer, whose output is a tensor of integers (226 M
+    parameters in V4-Flash, 501 M in V4-Pro; the paper, arXiv 2606.19348, trains it with a loss of its own, which
+    transformers does not have).
 
     With ``loss``, those measured: whatever ``loss`` does not depend on. The graph of ``loss`` is used up.
 
@@ -399,9 +401,9 @@ def _say_without_gradient(model: nn.Module) -> None:
     _said.add("indexer")
     if not (dist.is_initialized() and dist.get_rank()):
         _LOGGER.warning(
-            "fsdp_sink_patches.fsdp: found %d trainable parameters of DeepSeek-V4's indexer, expected parameters that the "
-            "loss reaches: top-k indices pass no gradient. Under FSDP1 AdamW still decays them; under FSDP2 they get no "
-            "optimizer state, and the saved optimizer does not load again. Call freeze_without_gradient(model) before "
-            "sharding, unless you train them with a loss of their own.",
+            "fsdp_sink_patches.fsdp: found %d trainable parameters of DeepSeek-V4's indexer, expected parameters "
+            "that the loss reaches: top-k indices pass no gradient. Under FSDP1 AdamW still decays them; under "
+            "FSDP2 they get no optimizer state, and the saved optimizer does not load again. Call "
+            "freeze_without_gradient(model) before sharding, unless you train them with a loss of their own.",
             len(names),
         )

@@ -135,6 +135,8 @@ def left_out_parameters_are_not_reduced(job: Job) -> None:
     both = [torch.empty_like(alone) for _ in range(job.size)]
     dist.all_gather(both, alone)
     assert relative(both[0], both[1]) > 0.1
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
