@@ -313,6 +313,7 @@ class _Rest(nn.Module):
             if value is not None and _mesh(value) is mesh:
                 yield f"{prefix}.{index}_{key}" if prefix else f"{index}_{key}", value
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _settle(self, *_: Any) -> None:
         """At the unit's first forward, all must have been taken: unsharded, their gradients would not be reduced."""
         self._handle.remove()

@@ -135,7 +135,7 @@ def left_out_parameters_are_not_reduced(job: Job) -> None:
     both = [torch.empty_like(alone) for _ in range(job.size)]
     dist.all_gather(both, alone)
     assert relative(both[0], both[1]) > 0.1
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
@@ -147,8 +147,9 @@ def left_out_parameters_are_not_reduced(job: Job) -> None:
 def forward_is_bitwise_the_same_and_fp32_stays(job: Job) -> None:
     whole, model = job.load(), job.load()
     wanted = {name for name, value in whole.named_parameters() if value.dtype == torch.float32}
-    names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
+    names, keys, units = [name for name, _ in model.named_parameters()], list(model.state_dict()), fp32_units(model)
     job.shard(model)
+    assert fp32_units(model) == units
     assert [name for name, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == keys
     assert all(isinstance(value, DTensor) for value in model.parameters())
