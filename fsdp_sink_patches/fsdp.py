@@ -50,7 +50,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
 _LOGGER = logging.getLogger(__name__)
@@ -408,3 +409,64 @@ def _say_without_gradient(model: nn.Module) -> None:
             "freeze_without_gradient(model) before sharding, unless you train them with a loss of their own.",
             len(names),
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FSDP1
+
+
+def ignored_modules(model: nn.Module) -> list[nn.Module]:
+    """What to give to FSDP1's ``ignored_modules=``: modules with buffers and no parameters, outermost ones.
+
+    Rotary embeddings, mask builders, sink-slot buffers, schedules: they have nothing to shard, and ``MixedPrecision(
+    buffer_dtype=torch.bfloat16)`` would round them (frequencies wrong by 0.1 rad from position 104 on). FSDP1 neither
+    moves ignored modules to its device nor broadcasts them with ``sync_module_states``: do ``module.to(device)`` on
+    each, and build them alike on every rank.
+    """
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        if any(True for _ in module.parameters()):
+            for child in module.children():
+                walk(child)
+        elif any(True for _ in module.buffers()):
+            found.append(module)
+
+    walk(model)
+    return found
+
+
+def auto_wrap_policy(model: nn.Module, *, also: Iterable[str] = ()) -> CustomPolicy:
+    """FSDP1's ``auto_wrap_policy=``: transformer layers (``_no_split_modules``), and each fp32 module as an fp32 unit.
+
+    For a model that is fp32 throughout, wrapped with ``mixed_precision=MixedPrecision(param_dtype=torch.bfloat16,
+    ...)``. Its norms and hyper-connections then compute in fp32. Bare parameters such as ``sinks`` share a flat
+    parameter with the weights beside them and are bf16 in the forward; FSDP2 with :func:`shard_fp32_units` has no
+    such limit.
+
+    Args:
+        model: not wrapped yet. FSDP1 needs ``use_orig_params=True`` if some of its parameters are frozen.
+        also: see :func:`fp32_units`.
+
+    Raises:
+        ValueError: bare fp32 parameters among bf16 ones, which FSDP1 cannot flatten; no ``_no_split_modules``.
+    """
+    units = fp32_units(model, also=also)
+    for name in units.parameters:
+        if len({value.dtype for value in model.get_submodule(name.rpartition(".")[0]).parameters()}) > 1:
+            raise _error(
+                f"found {name} in fp32 among weights of lower precision",
+                "one dtype in each FSDP1 flat parameter",
+                "load the model in fp32 and give FSDP1 a MixedPrecision, or use FSDP2 with shard_fp32_units",
+            )
+    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    if not layers:
+        raise _error("found no _no_split_modules", "a transformers model", "write the policy by hand")
+    islands = {model.get_submodule(name) for name in units.modules}
+    fp32 = MixedPrecision(torch.float32, torch.float32, torch.float32, cast_forward_inputs=False)
+    _say_without_gradient(model)
+
+    def wrap(module: nn.Module) -> bool | dict[str, Any]:
+        return {"mixed_precision": fp32} if module in islands else type(module).__name__ in layers
+
+    return CustomPolicy(wrap)

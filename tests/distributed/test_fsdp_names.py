@@ -11,9 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_sink_patches.fsdp import Fp32Units, fp32_units, freeze_without_gradient, without_gradient
+from fsdp_sink_patches.fsdp import (
+    Fp32Units,
+    auto_wrap_policy,
+    fp32_units,
+    freeze_without_gradient,
+    ignored_modules,
+    without_gradient,
+)
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV4ForCausalLM"):
@@ -132,3 +140,41 @@ def test_fsdp1_decays_an_indexer_that_is_not_frozen(freeze: bool) -> None:
         now = next(value for name, value in wrapped.named_parameters() if name.endswith("indexer.kv_proj.weight"))
         moved = ((now - start).norm() / start.norm()).item()
     assert moved == (0 if freeze else pytest.approx(1 - (1 - 1e-3) ** 10, rel=1e-3))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("ours", [False, True])
+def test_fsdp1_keeps_frequencies_and_fp32_modules(ours: bool) -> None:
+    """Upstream's way, a policy by class and no ignored module, rounds the frequencies and runs every norm in bf16."""
+    model = tiny()
+    before = [buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name]
+    options: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({type(model.model.layers[0])})}
+    if ours:
+        options = {"auto_wrap_policy": auto_wrap_policy(model), "ignored_modules": ignored_modules(model)}
+        assert {type(module).__name__ for module in options["ignored_modules"]} == {"DeepseekV4RotaryEmbedding"}
+    policy = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    wrapped = FSDP(model, mixed_precision=policy, use_orig_params=True, device_id=torch.device("cpu"), **options)
+
+    seen: dict[str, torch.dtype] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_norm", "attn_hc", "q_a_proj", "self_attn", "kv_proj")):
+            module.register_forward_pre_hook(
+                lambda module, _args, name=name: seen.update(
+                    {f"{name.split('.')[-1]}.{key}": value.dtype for key, value in module._parameters.items()}
+                )
+            )
+    with torch.autocast("cpu", torch.bfloat16):  # releases up to 5.19 do not run in bf16 without
+        wrapped(input_ids=IDS)
+    after = [buffer for name, buffer in model.named_buffers() if "inv_freq" in name]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)) is ours
+    fp32 = {name for name, dtype in seen.items() if dtype == torch.float32}
+    assert fp32 == ({"q_a_norm.weight", "attn_hc.fn", "attn_hc.base", "attn_hc.scale"} if ours else set())
+
+
+def test_fsdp1_policy_refuses_what_fsdp1_cannot_flatten(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    mixed = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"found model.layers.0.self_attn.sinks in fp32.*use FSDP2"):
+        auto_wrap_policy(mixed)
+    with pytest.raises(ValueError, match="_no_split_modules"):
+        auto_wrap_policy(nn.Linear(2, 2))
