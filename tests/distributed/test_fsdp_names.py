@@ -156,13 +156,14 @@ def test_fsdp1_keeps_frequencies_and_fp32_modules(ours: bool) -> None:
     wrapped = FSDP(model, mixed_precision=policy, use_orig_params=True, device_id=torch.device("cpu"), **options)
 
     seen: dict[str, torch.dtype] = {}
+
+    def look(name: str, module: nn.Module) -> None:
+        seen.update({f"{name}.{key}": value.dtype for key, value in module._parameters.items() if value is not None})
+
     for name, module in model.named_modules():
-        if name.endswith(("q_a_norm", "attn_hc", "q_a_proj", "self_attn", "kv_proj")):
-            module.register_forward_pre_hook(
-                lambda module, _args, name=name: seen.update(
-                    {f"{name.split('.')[-1]}.{key}": value.dtype for key, value in module._parameters.items()}
-                )
-            )
+        last = name.rpartition(".")[2]
+        if last in ("q_a_norm", "attn_hc", "q_a_proj", "self_attn", "kv_proj"):
+            module.register_forward_pre_hook(lambda module, _args, last=last: look(last, module))
     with torch.autocast("cpu", torch.bfloat16):  # releases up to 5.19 do not run in bf16 without
         wrapped(input_ids=IDS)
     after = [buffer for name, buffer in model.named_buffers() if "inv_freq" in name]
