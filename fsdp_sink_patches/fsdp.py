@@ -421,7 +421,8 @@ def ignored_modules(model: nn.Module) -> list[nn.Module]:
     Rotary embeddings, mask builders, sink-slot buffers, schedules: they have nothing to shard, and ``MixedPrecision(
     buffer_dtype=torch.bfloat16)`` would round them (frequencies wrong by 0.1 rad from position 104 on). FSDP1 neither
     moves ignored modules to its device nor broadcasts them with ``sync_module_states``: do ``module.to(device)`` on
-    each, and build them alike on every rank.
+    each, and build them alike on every rank. It tells the root unit only, so give them together with
+    :func:`auto_wrap_policy`, which tells the layers.
     """
     found: list[nn.Module] = []
 
@@ -440,7 +441,8 @@ def auto_wrap_policy(model: nn.Module, *, also: Iterable[str] = ()) -> CustomPol
     """FSDP1's ``auto_wrap_policy=``: transformer layers (``_no_split_modules``), and each fp32 module as an fp32 unit.
 
     For a model that is fp32 throughout, wrapped with ``mixed_precision=MixedPrecision(param_dtype=torch.bfloat16,
-    ...)``. Its norms and hyper-connections then compute in fp32. Bare parameters such as ``sinks`` share a flat
+    ...)``. Its norms and hyper-connections then compute in fp32, and :func:`ignored_modules` inside the layers are left
+    alone. Bare parameters such as ``sinks`` share a flat
     parameter with the weights beside them and are bf16 in the forward; FSDP2 with :func:`shard_fp32_units` has no
     such limit.
 
@@ -467,6 +469,11 @@ def auto_wrap_policy(model: nn.Module, *, also: Iterable[str] = ()) -> CustomPol
     _say_without_gradient(model)
 
     def wrap(module: nn.Module) -> bool | dict[str, Any]:
-        return {"mixed_precision": fp32} if module in islands else type(module).__name__ in layers
+        if module in islands:
+            return {"mixed_precision": fp32}
+        if type(module).__name__ not in layers:
+            return False
+        # FSDP1 hands ignored parameters down to the units it makes, but not ignored modules and their buffers.
+        return {"ignored_states": ignored} if (ignored := ignored_modules(module)) else True
 
     return CustomPolicy(wrap)
