@@ -161,7 +161,7 @@ def test_fsdp1_keeps_frequencies_and_fp32_modules(ours: bool) -> None:
         seen.update({f"{name}.{key}": value.dtype for key, value in module._parameters.items() if value is not None})
 
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
+        last = name.removesuffix("._fsdp_wrapped_module").rpartition(".")[2]
         if last in ("q_a_norm", "attn_hc", "q_a_proj", "self_attn", "kv_proj"):
             module.register_forward_pre_hook(lambda module, _args, last=last: look(last, module))
     with torch.autocast("cpu", torch.bfloat16):  # releases up to 5.19 do not run in bf16 without
