@@ -154,7 +154,7 @@ def _wanted(model: nn.Module, also: Iterable[str]) -> set[int]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """False for ModuleList and ModuleDict, which nobody calls."""
+    """False for ModuleList, ParameterDict and the like, which nobody calls."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -181,7 +181,8 @@ def shard_fp32_units(
         model: not compiled and not yet sharded; may be on meta (then ``to_empty`` and load after sharding, as always).
         mesh: the mesh that the layers are sharded on, 1-D (FSDP) or 2-D (HSDP).
         also: see :func:`fp32_units`.
-        mp_policy: of the units, for another ``reduce_dtype`` or ``output_dtype``. ``param_dtype`` must be None or fp32.
+        mp_policy: of the units, for another ``reduce_dtype`` or ``output_dtype``. ``param_dtype`` must be None or fp32;
+            give ``cast_forward_inputs=False`` too, else the units compute on fp32 inputs.
         reshard_after_forward, offload_policy: of ``fully_shard``, for the units.
 
     Returns:
@@ -205,7 +206,7 @@ def shard_fp32_units(
     _say_without_gradient(model)
     if not names:
         return names
-    bare = sorted({name.rpartition(".")[0] for name in names.parameters})
+    bare = sorted({_reader(model, name) for name in names.parameters})
     owners = [name for name in bare if not any(_below(name, other) for other in bare)]
     wholes = [name for name in names.modules if not any(_below(name, owner) for owner in owners)]
     _check(model, wanted, owners, wholes)
@@ -216,8 +217,12 @@ def shard_fp32_units(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
+    layers = _layers(model)
     for name in wholes:
-        fully_shard(model.get_submodule(name), **options)
+        whole = model.get_submodule(name)
+        for module in reversed(list(whole.modules())):  # an fp32 tower is gathered layer by layer
+            if module is whole or type(module).__name__ in layers:
+                fully_shard(module, **options)
     for name in owners:
         unit = model.get_submodule(name)
         rest = [
@@ -235,6 +240,19 @@ def shard_fp32_units(
     return names
 
 
+def _reader(model: nn.Module, parameter: str) -> str:
+    """The innermost module around ``parameter`` that is called: not a ParameterList."""
+    name = parameter.rpartition(".")[0]
+    while name and not _has_forward(model.get_submodule(name)):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _layers(model: nn.Module) -> set[str]:
+    """The classes of the layers that a training script makes units of."""
+    return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+
+
 def _below(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
 
@@ -249,7 +267,7 @@ def _outside_units(module: nn.Module) -> Iterator[nn.Module]:
 
 def _check(model: nn.Module, wanted: set[int], owners: list[str], wholes: list[str]) -> None:
     """Raise for what can't be sharded, before anything is."""
-    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = _layers(model)
     units = {model.get_submodule(name): name for name in [*owners, *wholes]}
     unit_of: dict[int, set[str]] = {}
 
@@ -278,7 +296,7 @@ def _check(model: nn.Module, wanted: set[int], owners: list[str], wholes: list[s
             )
     for owner in owners:
         kind = type(model.get_submodule(owner)).__name__
-        if not owner or kind in layers or not _has_forward(model.get_submodule(owner)):
+        if not owner or kind in layers:
             raise _error(
                 f"found a bare fp32 parameter directly in {owner or 'the model'} ({kind})",
                 "it in a module inside a layer, because your own fully_shard makes this one a unit of another dtype",
@@ -301,7 +319,7 @@ class _Rest(nn.Module):
         self.unit_name = name
         # No reference to a parameter itself: once it is sharded, its full storage must go.
         self._places = [(module, key, _mesh(value)) for module, key, value in rest]
-        self._unsharded = [(module, key, weakref.ref(value)) for module, key, value in rest]
+        self._unsharded = [(module, key, weakref.ref(value)) for module, key, value in rest if value.requires_grad]
         self._handle = unit.register_forward_pre_hook(self._settle)
 
     def named_parameters(
@@ -316,7 +334,7 @@ class _Rest(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _settle(self, *_: Any) -> None:
-        """At the unit's first forward, all must have been taken: unsharded, their gradients would not be reduced."""
+        """At the unit's first forward, all must have been taken: gradients of the others would not be reduced."""
         self._handle.remove()
         left = [key for module, key, value in self._unsharded if module._parameters[key] is value()]
         self._places.clear()  # from here on they are gathered now and then, and look like unsharded ones
@@ -327,6 +345,9 @@ class _Rest(nn.Module):
                 f"expected them in the unit around it: their gradients would not be reduced. After "
                 f"shard_fp32_units, call fully_shard on every layer and on the model."
             )
+
+    def forward(self, x: Any) -> Any:
+        return x  # where the unit stands in an nn.Sequential, which calls its children
 
     def extra_repr(self) -> str:
         return f"weights of {self.unit_name} that the unit around it shards"
@@ -461,7 +482,7 @@ def auto_wrap_policy(model: nn.Module, *, also: Iterable[str] = ()) -> CustomPol
                 "one dtype in each FSDP1 flat parameter",
                 "load the model in fp32 and give FSDP1 a MixedPrecision, or use FSDP2 with shard_fp32_units",
             )
-    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = _layers(model)
     if not layers:
         raise _error("found no _no_split_modules", "a transformers model", "write the policy by hand")
     islands = {model.get_submodule(name) for name in units.modules}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from fsdp_sink_patches import fsdp
 from fsdp_sink_patches.fsdp import (
     Fp32Units,
     auto_wrap_policy,
@@ -119,6 +122,55 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_trainable_indexer_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "_said", set())
+    mesh = init_device_mesh("cpu", (1,))
+    frozen = tiny(v4.CSA)
+    freeze_without_gradient(frozen)
+    fsdp.shard_fp32_units(frozen, mesh)
+    assert not caplog.messages
+    for _ in range(2):
+        fsdp.shard_fp32_units(tiny(v4.CSA), mesh)
+    assert [message.split(", expected")[0] for message in caplog.messages] == [
+        "fsdp_sink_patches.fsdp: found 6 trainable parameters of DeepSeek-V4's indexer"
+    ]
+
+
+class Layer(nn.Module):
+    """What a layer of a tower is made of; its scale is in a ParameterDict, which nobody calls."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=dtype)
+        self.extra = nn.ParameterDict({"scale": torch.ones(4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.to(self.linear.weight.dtype)) * self.extra["scale"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_fp32_tower_is_gathered_layer_by_layer_and_a_parameter_dict_is_read_by_its_module() -> None:
+    model = nn.Sequential(
+        nn.Sequential(Layer(torch.float32), Layer(torch.float32)), nn.Sequential(Layer(torch.bfloat16))
+    )
+    whole = copy.deepcopy(model)
+    model._no_split_modules = ["Layer"]
+    with pytest.raises(ValueError, match=r"bare fp32 parameter directly in 1.0 \(Layer\)"):
+        fsdp.shard_fp32_units(model, init_device_mesh("cpu", (1,)))
+    del model._no_split_modules
+    model[0]._no_split_modules = ["Layer"]
+    model[1][0].__class__ = type("Block", (Layer,), {})
+    mesh = init_device_mesh("cpu", (1,))
+    units = fsdp.shard_fp32_units(model, mesh)
+    assert units == Fp32Units(("0",), ("1.0.extra.scale",))
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert sharded == ["0", "0.0", "0.1", "1.0"]
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(2, 4)
+    assert torch.equal(model(x), whole(x))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterable
@@ -40,6 +41,12 @@ if not hasattr(transformers, "DeepseekV4ForCausalLM"):
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+PRELOAD = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "transformers.models.deepseek_v4.modeling_deepseek_v4",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+]
 CHECKS: dict[str, Callable[[Job], None]] = {}
 
 
@@ -560,7 +567,9 @@ def run_rank(rank: int, size: int, shape: tuple[int, ...], names: list[str], fol
 
 def ranks(folder: Path, shape: tuple[int, ...], names: list[str]) -> list[dict[str, str]]:
     size = torch.Size(shape).numel()
-    mp.spawn(run_rank, args=(size, shape, names, str(folder)), nprocs=size)
+    multiprocessing.set_forkserver_preload(PRELOAD)  # torch and transformers are imported once, not once a rank
+    arguments = (size, shape, names, str(folder))
+    mp.start_processes(run_rank, args=arguments, nprocs=size, start_method="forkserver")
     return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(size)]
 
 
