@@ -174,8 +174,8 @@ def shard_fp32_units(
     ``model.to(torch.bfloat16)``, or on the meta device) become fp32; what rounding has lost stays lost.
 
     Inside the units parameters are gathered in fp32 and gradients reduced in fp32, and neither inputs nor outputs are
-    cast: the module sees exactly what it sees in the unsharded model. All other parameters follow the
-    policy of the ``fully_shard`` call that takes them. docs/fsdp.md says which dtype arrives where.
+    cast: the module sees exactly what it sees in the unsharded model. All other parameters follow the policy of the
+    ``fully_shard`` call that takes them. docs/fsdp.md says which dtype arrives where.
 
     Args:
         model: not compiled and not yet sharded; may be on meta (then ``to_empty`` and load after sharding, as always).
@@ -328,7 +328,7 @@ class _Rest(nn.Module):
         if recurse or not remove_duplicate:
             return
         for index, (module, key, mesh) in enumerate(self._places):
-            value = module._parameters[key]
+            value = module._parameters.get(key)
             if value is not None and _mesh(value) is mesh:
                 yield f"{prefix}.{index}_{key}" if prefix else f"{index}_{key}", value
 
@@ -336,7 +336,8 @@ class _Rest(nn.Module):
     def _settle(self, *_: Any) -> None:
         """At the unit's first forward, all must have been taken: gradients of the others would not be reduced."""
         self._handle.remove()
-        left = [key for module, key, value in self._unsharded if module._parameters[key] is value()]
+        alive = [(module._parameters.get(key), value()) for module, key, value in self._unsharded]
+        left = [value for now, value in alive if value is not None and now is value]
         self._places.clear()  # from here on they are gathered now and then, and look like unsharded ones
         self._unsharded.clear()
         if left:

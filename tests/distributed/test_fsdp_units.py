@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import fsdp_sink_patches
 from fsdp_sink_patches.fsdp import fp32_units, freeze_without_gradient, shard_fp32_units
 
 transformers = pytest.importorskip("transformers")
@@ -58,9 +59,9 @@ class Job:
         self.ids = torch.randint(0, 128, (size, 40), generator=torch.Generator().manual_seed(3))
         self.mine = self.ids[rank : rank + 1]
 
-    def load(self, dtype: torch.dtype = torch.bfloat16, model: str = "deepseek_v4") -> Any:
+    def load(self, dtype: torch.dtype = torch.bfloat16, model: str = "deepseek_v4", attention: str = "eager") -> Any:
         auto = transformers.AutoModelForCausalLM
-        loaded = auto.from_pretrained(self.folder / model, dtype=dtype, attn_implementation="eager")
+        loaded = auto.from_pretrained(self.folder / model, dtype=dtype, attn_implementation=attention)
         return runnable(loaded).train()
 
     def shard(self, model: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
@@ -417,6 +418,18 @@ def gpt_oss_keeps_its_bf16_sinks_unless_asked(job: Job) -> None:
     assert error(backward(job.shard(model, torch.float32, also=("sinks",)), job.mine), exact) <= 2e-5
 
 
+@check
+def flash_sinks_work_on_sharded_sinks(job: Job) -> None:
+    """The patch transformers.flash-sinks, against eager in one process."""
+    exact = backward(job.load(torch.float32, "gpt_oss"), job.ids)
+    with fsdp_sink_patches.applied("transformers.flash-sinks"):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = job.load(dtype, "gpt_oss", "flash_attention_2")
+            found = backward(job.shard(model, dtype, also=("sinks",)), job.mine)
+            sinks = "model.layers.0.self_attn.sinks"
+            assert relative(found[sinks], exact[sinks]) <= (2e-5 if dtype == torch.float32 else 0.05)
+
+
 @(check if hasattr(transformers, "MiMoV2FlashForCausalLM") else lambda function: function)
 def mimo_routers_are_units(job: Job) -> None:
     whole, model = job.load(model="mimo_v2_flash"), job.load(model="mimo_v2_flash")
@@ -534,7 +547,9 @@ def save_models(folder: Path) -> None:
         "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)),
     }
     if hasattr(transformers, "MiMoV2FlashForCausalLM"):
-        config = transformers.MiMoV2FlashConfig(**small)
+        config = transformers.MiMoV2FlashConfig(
+            **small, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+        )
         models["mimo_v2_flash"] = transformers.MiMoV2FlashForCausalLM(config)
     for name, model in models.items():
         with torch.no_grad():
