@@ -10,9 +10,13 @@ https://github.com/verl-project/verl/issues/7092).
     from fsdp_sink_patches.fsdp import shard_fp32_units
 
     shard_fp32_units(model, mesh)          # first; then as always:
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=bf16)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
+
+(``cast_forward_inputs=False``: what layers hand to each other is bf16 already, and the default would round fp32 cos and
+sin, which are inputs of a layer.)
 
 **How.** A module that is fp32 as a whole (a norm, a hyper-connection) becomes a unit of its own with an fp32 policy. A
 bare fp32 parameter among bf16 ones (``self_attn.sinks``) has no module of its own. Here the module that reads it

@@ -69,8 +69,10 @@ class Job:
         shard_fp32_units(model, self.mesh, **options)
         return self.shard_as_always(model, dtype)
 
-    def shard_as_always(self, model: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
-        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=not needs_autocast(model))
+    def shard_as_always(
+        self, model: Any, dtype: torch.dtype = torch.bfloat16, cast: bool = False, **options: Any
+    ) -> Any:
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=cast)
         for layer in model.model.layers:
             fully_shard(layer, mesh=self.mesh, mp_policy=policy, **options)
         return fully_shard(model, mesh=self.mesh, mp_policy=policy, **options)
@@ -78,16 +80,17 @@ class Job:
 
 def runnable(model: Any) -> Any:
     """DeepSeek-V4 up to 5.19 does not run in bf16 (transformers.deepseek-v4-low-precision): there, under autocast."""
-    if needs_autocast(model) and model.dtype != torch.float32:
+    if needs_autocast(model):
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     return model
 
 
 def needs_autocast(model: Any) -> bool:
     """Its norms return the fp32 of their weight, so that layers hand fp32 to each other."""
-    return "deepseek" in model.config.model_type and (
-        type(model.model.norm)(4)(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32
-    )
+    if "deepseek" not in model.config.model_type or model.dtype == torch.float32:
+        return False
+    norm = type(model.model.norm)(4)
+    return bool(norm(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32)
 
 
 def check(function: Callable[[Job], None]) -> Callable[[Job], None]:
@@ -189,6 +192,30 @@ def forward_is_bitwise_the_same_and_fp32_stays(job: Job) -> None:
     assert logits.dtype == torch.bfloat16
     assert {name for name, dtype in seen.items() if dtype == torch.float32} == wanted
     assert {dtype for name, dtype in seen.items() if name not in wanted} == {torch.bfloat16}
+
+    if not needs_autocast(whole):  # upstream's activations are bf16 between layers, so the default cast changes nothing
+        model = job.load()
+        shard_fp32_units(model, job.mesh)
+        job.shard_as_always(model, cast=True)
+        assert torch.equal(model(input_ids=job.mine).logits, logits)
+
+
+@check
+def the_default_cast_of_a_layer_unit_rounds_fp32_tables(job: Job) -> None:
+    """cos and sin are inputs of a layer: with transformers.deepseek-v4-rope in fp32, until the layer's policy casts."""
+    for cast in (True, False):
+        model, seen = job.load(), []
+        model.model.rotary_emb.register_forward_hook(
+            lambda _module, _args, pair: tuple(table.float() for table in pair)
+        )
+        model.model.layers[1].self_attn.register_forward_pre_hook(
+            lambda _module, _args, kwargs, seen=seen: seen.append(kwargs["position_embeddings"]["main"][0].dtype),
+            with_kwargs=True,
+        )
+        shard_fp32_units(model, job.mesh)
+        job.shard_as_always(model, cast=cast)
+        model(input_ids=job.mine)
+        assert seen == [torch.bfloat16 if cast else torch.float32]
 
 
 @check
