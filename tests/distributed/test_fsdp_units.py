@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsdp_sink_patches
@@ -233,6 +233,30 @@ def bf16_gradients_are_as_near_to_fp32_as_one_process(job: Job) -> None:
     found = backward(job.shard(job.load()), job.mine)
     assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in whole.items()}
     assert distance(found, exact) <= 1.1 * distance(whole, exact)
+
+
+@check
+def offloaded_and_compiled_gradients_are_the_same(job: Job) -> None:
+    wanted = backward(job.load(torch.float32), job.ids)
+    model, offload = job.load(torch.float32), CPUOffloadPolicy(pin_memory=False)
+    shard_fp32_units(model, job.mesh, offload_policy=offload, reshard_after_forward=False)
+    job.shard_as_always(model, torch.float32, offload_policy=offload)
+    assert error(backward(model, job.mine), wanted) <= 2e-5
+
+    torch._dynamo.config.recompile_limit = 64
+    model = job.shard(job.load(torch.float32), torch.float32)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    assert error(backward(model, job.mine), wanted) <= 2e-5
+
+
+@check
+def generation_is_the_same(job: Job) -> None:
+    options = {"max_new_tokens": 4, "do_sample": False}
+    whole, model = job.load(torch.float32).eval(), job.shard(job.load(torch.float32), torch.float32).eval()
+    assert torch.equal(model.generate(job.ids[:1], **options), whole.generate(job.ids[:1], **options))
+    assert list(model.state_dict()) == list(whole.state_dict())
+    assert get_model_state_dict(model).keys() == whole.state_dict().keys()
 
 
 @check
