@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ from fsdp_sink_patches import settings
 from fsdp_sink_patches.ops.rope import apply_rotary, tables
 
 CosSin = tuple[Tensor, Tensor]
+
+_log = logging.getLogger("fsdp_sink_patches")
 
 
 def rotary_forward(
@@ -75,6 +79,20 @@ def apply_rotary_pos_emb(
         and not cos.requires_grad
         and not sin.requires_grad
     ):
+        if cos.dtype.itemsize < 4 and settings.rope_dtype == "fp32" and not torch.compiler.is_compiling():
+            _warn_of_rounded_tables(cos.dtype)
         return apply_rotary(x, cos, sin, interleaved=True, unsqueeze_dim=unsqueeze_dim)
     found: Tensor = original(x, cos, sin, unsqueeze_dim=unsqueeze_dim)
     return found
+
+
+@functools.cache
+def _warn_of_rounded_tables(dtype: torch.dtype) -> None:
+    """Tables are inputs of each layer, and FSDP2 casts those unless told not to; the model would only be less exact."""
+    _log.warning(
+        "transformers.deepseek-v4-rope: found cos and sin in %s where a layer rotates by them, expected fp32, as they "
+        "were made. Whatever wraps the layers casts their inputs; under FSDP2 pass "
+        "MixedPrecisionPolicy(..., cast_forward_inputs=False), or choose fsdp_sink_patches.settings rope_dtype = "
+        '"activation" to have rounded tables everywhere.',
+        str(dtype).removeprefix("torch."),
+    )

@@ -451,5 +451,26 @@ def validated() -> Any:
     return {"right": measured.right, "errors": dict(measured.errors)}
 
 
+@scenario
+def rounded_on_the_way() -> Any:
+    """What is logged when a wrapper casts the tables between the model and its layers; twice each, in this order."""
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_sink_patches").addHandler(handler)
+    x, cos = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16), torch.randn(1, 4, 2)
+    found = {}
+    with settings.using(rope_dtype="activation"):
+        modelling().apply_rotary_pos_emb(x, cos.bfloat16(), cos.bfloat16())
+    found["asked for"] = len(said)
+    modelling().apply_rotary_pos_emb(x, cos, cos)
+    found["exact"] = len(said)
+    for _ in range(2):
+        modelling().apply_rotary_pos_emb(x, cos.bfloat16(), cos.bfloat16())
+    return {**found, "said": said}
+
+
 if __name__ == "__main__":
     main()

@@ -158,3 +158,11 @@ def test_with_packing_four_tables_and_none_again(run: Callable[..., Results]) ->
     both = (ID, "transformers.deepseek-v4-packing")
     counts = run("counts", apply=both, script=SCRIPT)["counts"]
     assert counts == dict.fromkeys(("plain", "reentrant", "not reentrant"), [4, 0])
+
+
+def test_tables_that_a_wrapper_rounds_are_told_once(run: Callable[..., Results]) -> None:
+    found = run("rounded_on_the_way", apply=(ID,), script=SCRIPT)["rounded_on_the_way"]
+    assert (found["asked for"], found["exact"]) == (0, 0)
+    (said,) = found["said"]
+    assert "found cos and sin in bfloat16" in said
+    assert "cast_forward_inputs=False" in said
