@@ -208,6 +208,10 @@ def _show(module: nn.Module, held: _Held, again: bool = False) -> None:
     held.lengths = _lengths(module)
     form = _form(module, held)
     if form is None:
+        for name in held.truth:
+            now = _place(module, name).get(name)
+            if type(now) is Tensor and now.dtype != torch.float64:  # on meta, to be materialised in this dtype
+                _place(module, name)[name] = now.to(torch.float32)
         return
     device, dtype = form
     _move(held, device)
