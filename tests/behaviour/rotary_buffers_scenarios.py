@@ -148,7 +148,7 @@ def phi3_longrope() -> nn.Module:
     scaling = {"short_factor": [1.0 + 0.01 * i for i in range(16)], "long_factor": [2.0 + i for i in range(16)]}
     config = _config(
         "Phi3Config",
-        rope_scaling={"rope_type": "longrope", "type": "longrope", **scaling, "original_max_position_embeddings": 64},
+        rope_scaling={"type": "longrope", **scaling},
         original_max_position_embeddings=64,
         max_position_embeddings=512,
         num_attention_heads=2,
@@ -395,7 +395,7 @@ def _table(build: Callable[[], nn.Module]) -> dict[str, Any]:
     reference = build()
     wanted = {name: tensor.clone() for name, tensor in _frequencies(reference).items()}
     logits = _output(reference)
-    found: dict[str, Any] = {"names": sorted(wanted), "fresh": _digest(*wanted.values(), logits)}
+    found: dict[str, Any] = {"names": sorted(wanted), "fresh": _digest(*(wanted[name] for name in sorted(wanted)), logits)}
     for corruption in CORRUPTIONS:
         try:
             model = corruption(reference)
@@ -423,7 +423,8 @@ def _rows(build: Callable[[], nn.Module], between: Callable[[nn.Module, nn.Modul
         if between is not None:
             model = between(model, reference)
         logits = _output(model, length)
-        found.append(_digest(logits, *_frequencies(model).values()))
+        frequencies = _frequencies(model)
+        found.append(_digest(logits, *(frequencies[name] for name in sorted(frequencies))))
     return found
 
 
