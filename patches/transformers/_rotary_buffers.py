@@ -66,7 +66,8 @@ def hold(model: nn.Module, fresh: bool) -> None:
                 _warn(path, module)
                 continue
             if not isinstance(module, _Holding):
-                module.__class__ = _holding(type(module))
+                upstream: Any = type(module)
+                module.__class__ = _holding(upstream)
             _held[module] = held = _Held(source, source.copies())
             _show(module, held, again=True)
 
@@ -87,8 +88,7 @@ def _source(module: nn.Module, names: list[str], fresh: bool) -> Frequencies | N
     if built is not None:
         expected = built.copies()
         if all(expected[name].shape == now[name].shape for name in names) and (
-            not (fresh and real)
-            or all(torch.equal(now[name], expected[name].to(now[name])) for name in names)
+            not (fresh and real) or all(torch.equal(now[name], expected[name].to(now[name])) for name in names)
         ):
             return built
     # Built with arguments that it does not keep, or on a GPU, whose powers differ from the CPU's in the last bit.
@@ -99,9 +99,9 @@ def _source(module: nn.Module, names: list[str], fresh: bool) -> Frequencies | N
 
 def _built_again(module: nn.Module, names: list[str]) -> Frequencies | None:
     """What a new module shows that is built with the arguments this one keeps; None if it can't be or is another."""
-    cls = module._upstream if isinstance(module, _Holding) else type(module)
+    cls: Any = module._upstream if isinstance(module, _Holding) else type(module)
     arguments = {}
-    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+    for parameter in inspect.signature(cls).parameters.values():
         if parameter.name in vars(module):
             arguments[parameter.name] = vars(module)[parameter.name]
         elif parameter.default is parameter.empty and parameter.kind not in (
@@ -119,7 +119,10 @@ def _built_again(module: nn.Module, names: list[str]) -> Frequencies | None:
     key = (cls, repr({name: vars(a) if hasattr(a, "to_dict") else a for name, a in arguments.items()}), _rope(module))
     try:
         return frequencies(key, compute)
-    except Exception:  # a constructor that needs more than it keeps, or a mode that makes its tensors fake or meta
+    except Exception:
+        # A constructor that needs more than it keeps, or a mode that makes its tensors fake or meta. It decides nothing
+        # by itself: values that the module has are kept, and where it has none, `_warn` says so.
+        _log.debug("transformers.rotary-buffers: %s can't be built again", cls.__qualname__, exc_info=True)
         return None
 
 
@@ -184,7 +187,7 @@ def _adopt(module: nn.Module, held: _Held) -> None:
     for name, truth in held.truth.items():
         now = _place(module, name).get(name)
         shown = held.shown.get(name, (None,))[0]
-        if now is not truth and now is not shown and is_real(now):
+        if isinstance(now, Tensor) and now is not truth and now is not shown and is_real(now):
             held.truth[name] = copied(now, now.device)
             held.shown.pop(name, None)
 
@@ -253,7 +256,7 @@ class _Holding(nn.Module):
         held = _in_force(self)
         if held is not None:
             _catch_up(self, held)
-        super()._apply(fn, *args, **kwargs)
+        super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         if held is not None:
             _show(self, held, again=True)
         return self
@@ -265,16 +268,17 @@ class _Holding(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__setstate__(copy.deepcopy(vars(self), memo))
+        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
         if (held := _in_force(self)) is not None:
             _held[twin] = _Held(held.source, {name: copied(truth, truth.device) for name, truth in held.truth.items()})
             _show(twin, _held[twin])
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Upstream's class, so that a pickle loads where this package is not. Not by copyreg.__newobj__, with which pickle
-        # insists on the object's own class.
-        make, arguments, *state = super().__reduce_ex__(protocol)
+        # Upstream's class, so that a pickle loads where this package is not. Not through copyreg.__newobj__: with that
+        # pickle insists on the object's own class.
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *state = reduced
         if arguments[0] is _holding(self._upstream):
             make, arguments = copyreg._reconstructor, (self._upstream, object, None)  # type: ignore[attr-defined]
         return make, arguments, *state

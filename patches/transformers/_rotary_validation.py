@@ -90,4 +90,5 @@ def _frequencies(parameters: dict[str, Any], count: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = ((index - low) / (high - low)).clamp(0, 1)
-    return plain * (ramp / parameters["factor"] + 1 - ramp)
+    scaled: Tensor = plain * (ramp / parameters["factor"] + 1 - ramp)
+    return scaled

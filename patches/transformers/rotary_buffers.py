@@ -9,19 +9,23 @@ model runs, agrees with itself, and is wrong, more so with every position.
 With the patch every model keeps its frequencies in fp32 outside its buffers, from the end of its constructor on:
 
 - The forward of a rotary module reads those and nothing else, so not even a write through raw memory reaches it.
-- Between forwards the buffers hold fp32 copies. They are put right after each cast, move, ``to_empty``, ``load_state_dict``
-  and ``initialize_weights``, and after each forward.
+- Between forwards the buffers hold fp32 copies. They are put right after each cast, move, ``to_empty``,
+  ``load_state_dict`` and ``initialize_weights``, and by each forward.
 - The frequencies are what the module's own class computes from its config, on the CPU in fp32. A module that can't be
-  built again from what it keeps (some vision modules of 4.57) is taken as it was built; if that was on the meta device,
-  it is left alone and a warning names it.
+  built again from what it keeps (vision modules of 4.57) is taken as it was built; if that was on the meta device, it
+  is left alone and a warning names it.
 - ``dynamic`` and ``longrope`` frequencies still follow the row, as upstream's forward sets them.
-- A copy keeps all this. A pickle holds upstream's classes only; what is unpickled is upstream's until
+- A deep copy keeps all this. A pickle holds upstream's classes only; what is unpickled is upstream's until
   ``initialize_weights()`` is called on it.
 
-Limits: apply before the model is built; one that exists already is taken on by its next ``initialize_weights()``. Under
-``torch.compile`` the forward is upstream's and reads the buffers, so only FSDP1's ``buffer_dtype`` around a model compiled
-whole, and writes through raw memory, still reach it. ``model.double()`` gives fp64 buffers of the same values. Persistent
-buffers (ESM, Wav2Vec2-Conformer) belong to the checkpoint and are upstream's.
+Limits:
+
+- Apply before the model is built; one that exists already is taken on by its next ``initialize_weights()``.
+- Whoever changes ``inv_freq`` on purpose finds the change undone: change the config and build the rotary module anew.
+- Under ``torch.compile`` the forward is upstream's and reads the buffers, so FSDP1's ``buffer_dtype`` around a model
+  compiled whole, and writes through raw memory, still reach it.
+- ``model.double()`` gives fp64 buffers of the same values.
+- Persistent buffers (ESM, Wav2Vec2-Conformer) belong to the checkpoint and are upstream's.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from measured import Results, proves
@@ -58,7 +57,7 @@ def left_to_upstream(model: str, corruption: str) -> dict[str, bool]:
     return RIGHT
 
 
-@pytest.mark.parametrize("corruption", (*WRONG_UPSTREAM, *RIGHT_UPSTREAM, INITIALIZED))
+@pytest.mark.parametrize("corruption", [*WRONG_UPSTREAM, *RIGHT_UPSTREAM, INITIALIZED])
 @pytest.mark.parametrize("model", MODELS)
 def test_survives(model: str, corruption: str, patched: Results, control: Results) -> None:
     assert patched[model][corruption] == left_to_upstream(model, corruption)

@@ -19,7 +19,6 @@ def compute() -> dict[str, Tensor]:
     return {"inv_freq": 10000.0 ** -(torch.arange(0, 64, 2) / 64)}
 
 
-
 def test_nothing_that_is_handed_out_reaches_the_truth() -> None:
     given = compute()
     truth = Frequencies(given)
@@ -45,7 +44,7 @@ def test_nothing_that_is_handed_out_reaches_the_truth() -> None:
     ids=["bf16", "fp64", "meta", "parameter"],
 )
 def test_what_holds_no_truth_is_refused(bad: Tensor) -> None:
-    with pytest.raises(ValueError, match="inv_freq: found a .* expected a plain fp32 tensor"):
+    with pytest.raises(ValueError, match=r"inv_freq: found a .* expected a plain fp32 tensor"):
         Frequencies({"inv_freq": bad})
 
 
