@@ -34,11 +34,13 @@ class _Held:
         truth: fp32, on the module's device, read by upstream's forward and handed to nobody else.
         shown: what the module's attributes hold between forwards, with its ``_version`` and that of the truth at the
             time when both were equal.
+        dynamic: upstream's forward replaces the frequencies when a row is longer, or short again.
         lengths: the module's ``max_seq_len_cached`` attributes that ``truth`` belongs to (dynamic types).
     """
 
     source: Frequencies
     truth: dict[str, Tensor]
+    dynamic: bool
     shown: dict[str, tuple[Tensor, int, int]] = field(default_factory=dict)
     lengths: tuple[Any, ...] = ()
 
@@ -68,7 +70,7 @@ def hold(model: nn.Module, fresh: bool) -> None:
             if not isinstance(module, _Holding):
                 upstream: Any = type(module)
                 module.__class__ = _holding(upstream)
-            _held[module] = held = _Held(source, source.copies())
+            _held[module] = held = _Held(source, source.copies(), "dynamic" in _rope(module))
             _show(module, held, again=True)
 
 
@@ -166,7 +168,9 @@ def _move(held: _Held, device: torch.device) -> None:
             held.truth[name] = copied(truth, device)
 
 
-def _lengths(module: nn.Module) -> tuple[Any, ...]:
+def _lengths(module: nn.Module, held: _Held) -> tuple[Any, ...]:
+    if not held.dynamic:
+        return ()
     return tuple(value for name, value in vars(module).items() if name.endswith("max_seq_len_cached"))
 
 
@@ -178,7 +182,7 @@ def _lend(module: nn.Module, held: _Held) -> bool:
         return False
     _move(held, form[0])
     for name, truth in held.truth.items():
-        _place(module, name)[name] = truth.to(form[1])
+        _place(module, name)[name] = truth if form[1] == torch.float32 else truth.double()
     return True
 
 
@@ -194,7 +198,7 @@ def _adopt(module: nn.Module, held: _Held) -> None:
 
 def _catch_up(module: nn.Module, held: _Held) -> None:
     """The same for an update that ran where nothing was lent: in a compiled graph, or while the patch was off."""
-    lengths = _lengths(module)
+    lengths = _lengths(module, held)
     if len(lengths) != len(held.lengths) or any(a is not b for a, b in zip(lengths, held.lengths, strict=True)):
         _adopt(module, held)
         held.lengths = lengths
@@ -208,7 +212,7 @@ def _show(module: nn.Module, held: _Held, again: bool = False) -> None:
         held: its frequencies.
         again: fill copies that look untouched too; a write through ``.data`` or by a collective does not show.
     """
-    held.lengths = _lengths(module)
+    held.lengths = _lengths(module, held)
     form = _form(module, held)
     if form is None:
         for name in held.truth:
@@ -270,7 +274,8 @@ class _Holding(nn.Module):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
         if (held := _in_force(self)) is not None:
-            _held[twin] = _Held(held.source, {name: copied(truth, truth.device) for name, truth in held.truth.items()})
+            truth = {name: copied(tensor, tensor.device) for name, tensor in held.truth.items()}
+            _held[twin] = _Held(held.source, truth, held.dynamic)
             _show(twin, _held[twin])
         return twin
 
