@@ -138,9 +138,9 @@ def _warn(path: str, module: nn.Module) -> None:
     if type(module) not in _warned:
         _warned.add(type(module))
         _log.warning(
-            "transformers.rotary-buffers: found %s (%s) without values and of a class that does not keep the arguments "
-            "of its constructor; expected values to keep, or a config to compute them from. It is left to upstream: "
-            "build the model on a real device, or copy its inv_freq from one that was.",
+            "transformers.rotary-buffers: found %s (%s) without fp32 values, and it can't be built again from what it "
+            "keeps; expected one or the other. It is left to upstream: build the model on a real device, or copy its "
+            "inv_freq from one that was.",
             path or "the module",
             type(module).__qualname__,
         )

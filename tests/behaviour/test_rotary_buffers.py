@@ -36,15 +36,19 @@ ONCE = ("threads", "checkpointed", "compiled", "pickled", "dynamic_rows_after_a_
 RIGHT = {"frequencies": True, "logits": True}
 
 
+def in_two_processes(run: Callable[..., Results], others: tuple[str, ...], apply: tuple[str, ...]) -> Results:
+    script = "rotary_buffers_scenarios.py"
+    return {**run(*MODELS, apply=apply, script=script), **run(*others, apply=apply, script=script)}
+
+
 @pytest.fixture(scope="module")
 def patched(run: Callable[..., Results]) -> Results:
-    names = (*MODELS, *ROWS, *CASES, *SAME, *FAILING, *ONCE, "validated")
-    return run(*names, apply=(ID,), script="rotary_buffers_scenarios.py")
+    return in_two_processes(run, (*ROWS, *CASES, *SAME, *FAILING, *ONCE, "validated"), (ID,))
 
 
 @pytest.fixture(scope="module")
 def control(run: Callable[..., Results]) -> Results:
-    return run(*MODELS, *ROWS, *CASES, *SAME, *FAILING, "validated", script="rotary_buffers_scenarios.py")
+    return in_two_processes(run, (*ROWS, *CASES, *SAME, *FAILING, "validated"), ())
 
 
 def left_to_upstream(model: str, corruption: str) -> dict[str, bool]:
