@@ -32,17 +32,17 @@ class _Held:
     Args:
         source: where they come from; held so that other modules of the same config share it.
         truth: fp32, on the module's device, read by upstream's forward and handed to nobody else.
-        shown: what the module's attributes hold between forwards, with its ``_version`` and that of the truth at the
-            time when both were equal.
         dynamic: upstream's forward replaces the frequencies when a row is longer, or short again.
         lengths: the module's ``max_seq_len_cached`` attributes that ``truth`` belongs to (dynamic types).
+        shown: what the module's attributes hold between forwards, with its ``_version`` and that of the truth at the
+            time when both were equal.
     """
 
     source: Frequencies
     truth: dict[str, Tensor]
     dynamic: bool
+    lengths: tuple[Any, ...]
     shown: dict[str, tuple[Tensor, int, int]] = field(default_factory=dict)
-    lengths: tuple[Any, ...] = ()
 
 
 _held: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()  # not in the modules: a pickle would carry it
@@ -70,12 +70,13 @@ def hold(model: nn.Module, fresh: bool) -> None:
             if not isinstance(module, _Holding):
                 upstream: Any = type(module)
                 module.__class__ = _holding(upstream)
-            _held[module] = held = _Held(source, source.copies(), "dynamic" in _rope(module))
+            dynamic = "dynamic" in _rope(module)
+            _held[module] = held = _Held(source, source.copies(), dynamic, _lengths(module, dynamic))
             _show(module, held, again=True)
 
 
 def _names(module: nn.Module) -> list[str]:
-    buffers = [name for name in module._buffers if name.endswith("inv_freq")]
+    buffers = [name for name, buffer in module._buffers.items() if name.endswith("inv_freq") and buffer is not None]
     names = [name for name in buffers if name in module._non_persistent_buffers_set]
     if names and isinstance(vars(module).get("original_inv_freq"), Tensor):  # no buffer before 5.0
         names.append("original_inv_freq")
@@ -168,8 +169,8 @@ def _move(held: _Held, device: torch.device) -> None:
             held.truth[name] = copied(truth, device)
 
 
-def _lengths(module: nn.Module, held: _Held) -> tuple[Any, ...]:
-    if not held.dynamic:
+def _lengths(module: nn.Module, dynamic: bool) -> tuple[Any, ...]:
+    if not dynamic:
         return ()
     return tuple(value for name, value in vars(module).items() if name.endswith("max_seq_len_cached"))
 
@@ -191,14 +192,17 @@ def _adopt(module: nn.Module, held: _Held) -> None:
     for name, truth in held.truth.items():
         now = _place(module, name).get(name)
         shown = held.shown.get(name, (None,))[0]
-        if isinstance(now, Tensor) and now is not truth and now is not shown and is_real(now):
+        if now is truth or now is shown or not is_real(now):
+            continue
+        assert isinstance(now, Tensor)
+        if now.dtype in (torch.float32, torch.float64):  # else cast meanwhile, not computed
             held.truth[name] = copied(now, now.device)
             held.shown.pop(name, None)
 
 
 def _catch_up(module: nn.Module, held: _Held) -> None:
-    """The same for an update that ran where nothing was lent: in a compiled graph, or while the patch was off."""
-    lengths = _lengths(module, held)
+    """The same for an update that ran where nothing was lent, in a compiled graph or while the patch was off."""
+    lengths = _lengths(module, held.dynamic)
     if len(lengths) != len(held.lengths) or any(a is not b for a, b in zip(lengths, held.lengths, strict=True)):
         _adopt(module, held)
         held.lengths = lengths
@@ -212,7 +216,7 @@ def _show(module: nn.Module, held: _Held, again: bool = False) -> None:
         held: its frequencies.
         again: fill copies that look untouched too; a write through ``.data`` or by a collective does not show.
     """
-    held.lengths = _lengths(module, held)
+    _catch_up(module, held)
     form = _form(module, held)
     if form is None:
         for name in held.truth:
@@ -274,8 +278,9 @@ class _Holding(nn.Module):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
         if (held := _in_force(self)) is not None:
+            _catch_up(self, held)
             truth = {name: copied(tensor, tensor.device) for name, tensor in held.truth.items()}
-            _held[twin] = _Held(held.source, truth, held.dynamic)
+            _held[twin] = _Held(held.source, truth, held.dynamic, _lengths(twin, held.dynamic))
             _show(twin, _held[twin])
         return twin
 

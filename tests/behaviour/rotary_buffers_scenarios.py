@@ -469,24 +469,21 @@ def labelled_dynamic_rows() -> Any:
 
 @scenario
 def dynamic_rows_after_a_break() -> Any:
-    """Rows that grew while the patch was off, then a cast."""
+    """Rows that grew while the patch was off, then a deep copy or none, then a cast."""
 
-    def build() -> nn.Module:
-        model = llama_dynamic()
-        _output(model, 8)
+    results = []
+    for copies in (False, True):
+        model, healthy = llama_dynamic(), llama_dynamic()
         fsdp_sink_patches.unapply(ID)
-        _output(model, 200)
+        _output(model, 200), _output(healthy, 200)
         fsdp_sink_patches.apply(ID, allow_drift=(ID,))
-        return model.to(torch.bfloat16).float()
-
-    model = build()
-    healthy = llama_dynamic()
-    for length in (8, 200):
-        _output(healthy, length)
-    results = [_equal(_frequencies(model), _frequencies(healthy))]
-    for length in (120, 250, 8):
-        _output(model, length), _output(healthy, length)
+        if copies:
+            model = copy.deepcopy(model)
+        model.to(torch.bfloat16).float()
         results.append(_equal(_frequencies(model), _frequencies(healthy)))
+        for length in (120, 250, 8):
+            _output(model, length), _output(healthy, length)
+            results.append(_equal(_frequencies(model), _frequencies(healthy)))
     return results
 
 
