@@ -82,13 +82,17 @@ def test_a_healthy_model_is_upstreams_bit_for_bit(model: str, patched: Results, 
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_dynamic_types_follow_the_row(name: str, patched: Results, control: Results) -> None:
+def test_dynamic_types_follow_the_row(
+    name: str, patched: Results, control: Results, transformers_version: Version
+) -> None:
     healthy = control[name]["healthy"]
     assert patched[name]["healthy"] == healthy
     assert patched[name]["corrupted"] == healthy
     assert all(a != b for a, b in zip(control[name]["corrupted"], healthy, strict=True))
-    # Long, then short: the first row again, as if none had been longer. Up to 5.12 no label's row shrinks back.
-    assert healthy[5] == healthy[0] or name == "labelled_dynamic_rows"
+    # Long, then short: the first row again, as if none had been longer. From 5.0 to 5.12 upstream's dynamic types don't
+    # shrink back, because they look for the length under another name than they keep it.
+    stays_long = "dynamic" in name and Version("5") <= transformers_version < Version("5.13")
+    assert (healthy[5] == healthy[0]) is not stays_long
 
 
 def test_dynamic_rows_that_grew_while_the_patch_was_off(patched: Results) -> None:
