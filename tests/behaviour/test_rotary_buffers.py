@@ -89,8 +89,8 @@ def test_dynamic_types_follow_the_row(
     assert patched[name]["healthy"] == healthy
     assert patched[name]["corrupted"] == healthy
     assert all(a != b for a, b in zip(control[name]["corrupted"], healthy, strict=True))
-    # Long, then short: the first row again, as if none had been longer. From 5.0 to 5.12 upstream's dynamic type without
-    # labels doesn't shrink back, because it looks for the length under another name than it keeps it.
+    # Long, then short: the first row again, as if none had been longer. From 5.0 to 5.12 upstream's dynamic type
+    # without labels doesn't shrink back: it looks for the length under another name than it keeps it.
     stays_long = name == "dynamic_rows" and Version("5") <= transformers_version < Version("5.13")
     assert (healthy[5] == healthy[0]) is not stays_long
 
