@@ -157,7 +157,7 @@ def test_with_packing_four_tables_and_none_again(run: Callable[..., Results]) ->
     """Compressors share once packing hands all of them the same positions, and recomputation finds them remembered."""
     both = (ID, "transformers.deepseek-v4-packing")
     counts = run("counts", apply=both, script=SCRIPT)["counts"]
-    assert counts == dict.fromkeys(("plain", "reentrant", "not reentrant"), [4, 0])
+    assert counts == {"plain": [4, 0], "reentrant": [4, 0], "not reentrant": [4, 0]}
 
 
 def test_tables_that_a_wrapper_rounds_are_told_once(run: Callable[..., Results]) -> None:
