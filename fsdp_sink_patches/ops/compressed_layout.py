@@ -1,9 +1,9 @@
 """Where the compressed entries of DeepSeek-V4 lie in rows that pack, pad or cut documents.
 
 DeepSeek-V4 (arXiv 2606.19348, 2.3) pools every ``rate`` tokens of a document into one entry: entry ``w`` of a document
-covers its positions ``w * rate ... w * rate + rate - 1``, is rotated to the first of them, and is seen by the queries at
-position ``t`` with ``w < (t + 1) // rate``. Everything here is that sentence for rows of many documents: it follows from
-``position_ids`` alone, with shapes that don't depend on the data and without a device-to-host copy.
+covers its positions ``w * rate ... w * rate + rate - 1``, is rotated to the first of them, and is seen by the queries
+at position ``t`` with ``w < (t + 1) // rate``. Everything here is that sentence for rows of many documents: it follows
+from ``position_ids`` alone, with shapes that don't depend on the data and without a device-to-host copy.
 
 What ``position_ids`` say (``[rows, seqlen]``, any integer dtype): a document runs as long as positions go up by one, so
 a row may start in the middle of one (``[5, 6, 7, 0, 1]``); a negative position is padding, wherever it stands.
@@ -25,7 +25,7 @@ class CompressedLayout(NamedTuple):
     """
 
     starts: Tensor
-    """int64 ``[rows, entries]``: the column of the first token of the entry's window, which is ``rate`` columns long."""
+    """int64 ``[rows, entries]``: column of the first token of the entry's window, which is ``rate`` columns long."""
     positions: Tensor
     """int64 ``[rows, entries]``: the position of that token in its document, where the entry is rotated to."""
     live: Tensor
@@ -34,7 +34,7 @@ class CompressedLayout(NamedTuple):
     """bool ``[rows, entries]``: the slot before holds the window just before in the same document, so that an
     overlapping compressor takes that window's first series (Ca) too."""
     ranges: Tensor
-    """int64 ``[rows, seqlen, 2]``: the slots ``[first, last + 1)`` that each token may attend to: the entries of its own
+    """int64 ``[rows, seqlen, 2]``: the slots ``[first, last + 1)`` that each token may attend to, those of its own
     document that closed up to and with it. Empty for padding."""
 
 
@@ -67,7 +67,7 @@ def window_starts(position_ids: Tensor, window: int) -> Tensor:
 def compressed_layout(position_ids: Tensor, rate: int) -> CompressedLayout:
     """Lay out the entries of each row.
 
-    A window that began before its row, or before its document in this row, is not closed: its first tokens are not here.
+    A window whose first tokens are not in the row, because the row starts in the middle of a document, has no entry.
 
     Args:
         position_ids: ``[rows, seqlen]`` as the module describes them.

@@ -26,7 +26,9 @@ from fsdp_sink_patches.ops.compressed_layout import CompressedLayout, compressed
 ID = "transformers.deepseek-v4-packing"
 PADDING = -1
 
-_CACHE = "cache" if "cache" in inspect.signature(modelling.DeepseekV4Attention.forward).parameters else "past_key_values"
+_CACHE = (
+    "cache" if "cache" in inspect.signature(modelling.DeepseekV4Attention.forward).parameters else "past_key_values"
+)
 _ALWAYS_CACHES = Version(transformers.__version__) < Version("5.14")
 """These releases build a cache even with ``use_cache=False``, and hand it to the compressors."""
 _ROUNDS_POSITION_BIAS = not hasattr(modelling, "DeepseekV4IndexerScorer")
@@ -34,7 +36,8 @@ _ROUNDS_POSITION_BIAS = not hasattr(modelling, "DeepseekV4IndexerScorer")
 
 # What a cache that this patch filled went through, as an attribute of the cache.
 _FILLED_BY = "_filled_by_deepseek_v4_packing"
-_LEFT_PADDED, _OTHER = "left-padded rows", "packed, right-padded or cut rows"
+_UNPADDED, _LEFT_PADDED = "unpadded rows", "left-padded rows"
+_OTHER = "packed, cut, right-padded or gapped rows"
 
 
 # --- the model -----------------------------------------------------------------------------------------------------
@@ -49,7 +52,7 @@ def model_forward(
     *a: Any,
     **k: Any,
 ) -> Any:
-    """``DeepseekV4Model.forward``; ``a`` and ``k`` are the cache, ``inputs_embeds``, ``use_cache`` and what layers take.
+    """``DeepseekV4Model.forward``; ``a`` and ``k`` are the cache, ``inputs_embeds``, ``use_cache`` and layers' own.
 
     Raises:
         NotImplementedError: the attention implementation takes no additive mask, or the cache can't be continued.
@@ -67,26 +70,27 @@ def model_forward(
     if filled_by == _OTHER:
         raise NotImplementedError(
             f"{ID}: found a cache of {past} tokens that {_OTHER} went through, and more tokens; expected a cache of "
-            "one document a row, unpadded or padded on the left. Continue each document from a row of its own, or pass "
-            "use_cache=False if the cache is not needed."
+            "one whole document a row, with padding on the left alone. Give each document a row and an attention_mask "
+            "that says so before going on from its cache."
         )
-    additive = self.config._attn_implementation == "eager"
+    implementation = self.config._attn_implementation or "eager"
+    additive = implementation == "eager"
     if past and filled_by is None and additive:
         return original(self, input_ids, attention_mask, position_ids, *a, **k)
 
-    mask, prepared = _split(attention_mask, self.config._attn_implementation)
-    positions = _positions(position_ids, mask, tokens, past, guess=filled_by is None)
+    mask, prepared = _split(attention_mask, implementation)
+    positions = _positions(position_ids, mask, tokens, past, guess=filled_by != _LEFT_PADDED)
     kept = cache is not None or _wants_cache(self, given.get("use_cache"))
     if kept and not past:
-        filled_by = _rows(positions, plain=position_ids is None and mask is None)
-        if filled_by is None and settings.pooling_dtype == "activation":
-            if cache is not None and hasattr(cache, _FILLED_BY):  # it was reset
+        rows = _UNPADDED if position_ids is None and mask is None else _rows(positions)
+        if rows == _UNPADDED and settings.pooling_dtype == "activation":
+            if hasattr(cache, _FILLED_BY):  # it was reset
                 delattr(cache, _FILLED_BY)
             if additive:
                 return original(self, input_ids, attention_mask, position_ids, *a, **k)
         else:
             cache = DynamicCache(config=self.config) if cache is None else cache
-            setattr(cache, _FILLED_BY, filled_by or _LEFT_PADDED)
+            setattr(cache, _FILLED_BY, rows)
     elif not kept:
         given["use_cache"] = False
         if _ALWAYS_CACHES:
@@ -103,8 +107,8 @@ def model_forward(
         return original(self, input_ids, masks(inputs_embeds.dtype), positions, **given)
     if torch.compiler.is_compiling():
         return original(self, input_ids, masks(self.embed_tokens.weight.dtype), positions, **given)
-    # The mask has the embeddings' dtype, which under FSDP is not the weight's, and upstream embeds input_ids itself (hash
-    # routers need them): it reads the dict after that.
+    # The mask has the embeddings' dtype, which under FSDP is not the weight's. Upstream embeds input_ids itself (hash
+    # routers need them), and reads the dict after that.
     late: dict[str, Tensor] = {}
     hook = self.embed_tokens.register_forward_hook(lambda _, __, embeds: late.update(masks(embeds.dtype)))
     try:
@@ -168,18 +172,16 @@ def _positions(position_ids: Tensor | None, mask: Tensor | None, tokens: Tensor,
     return torch.where(token if real is None else token & real[:, -seqlen:], positions, PADDING)
 
 
-def _rows(positions: Tensor, plain: bool) -> str | None:
-    """What the rows are: None for one document a row without padding, :data:`_LEFT_PADDED` or :data:`_OTHER`.
+def _rows(positions: Tensor) -> str:
+    """What the rows are: one document each, :data:`_UNPADDED` or :data:`_LEFT_PADDED`; or :data:`_OTHER`.
 
     Asked only when a cache is kept, once a forward: it costs a device-to-host copy.
     """
-    if plain:
-        return None
     columns = torch.arange(positions.shape[1], device=positions.device)
     pads = (positions < 0).sum(1, keepdim=True)
     left = (positions == torch.where(columns < pads, PADDING, columns - pads)).all()
     is_left, is_padded = torch.stack((left, pads.any())).tolist()
-    return _OTHER if not is_left else _LEFT_PADDED if is_padded else None
+    return _OTHER if not is_left else _LEFT_PADDED if is_padded else _UNPADDED
 
 
 def _mask(positions: Tensor, batch: int, past: int, window: int, dtype: torch.dtype) -> Tensor:
@@ -211,14 +213,15 @@ _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def windows(position_ids: Tensor, rate: int, context: int = 0) -> _Windows:
-    """The windows in ``position_ids``, after ``context`` more columns of the same documents; remembered with the tensor.
+    """The windows in ``position_ids`` and ``context`` columns of the same documents before; remembered with the tensor.
 
     Args:
         position_ids: ``[rows, seqlen]``, negative for padding.
         rate: tokens in an entry.
         context: columns before, in the rows of a cache: one document each.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # A graph has to compute them: on replay the same tensor holds other positions.
         return _windows(position_ids, rate, context)
     version = 0 if position_ids.is_inference() else position_ids._version
     known = _remembered.setdefault(position_ids, {})
@@ -251,7 +254,11 @@ def hca_forward(
     *a: Any,
     **k: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``DeepseekV4HCACompressor.forward``: entries ``[batch, 1, entries, head_dim]``, bias ``[batch, 1, seqlen, entries]``."""
+    """``DeepseekV4HCACompressor.forward``.
+
+    Returns:
+        Entries ``[batch, 1, entries, head_dim]`` and the bias that says who sees them, ``[batch, 1, seqlen, entries]``.
+    """
     cache, layer_idx = _cache_and_layer(*a, **k)
     if _is_upstreams(cache):
         return original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
@@ -322,10 +329,15 @@ def _is_upstreams(cache: Any) -> bool:
     return cache is not None and not hasattr(cache, _FILLED_BY)
 
 
+def _goes_on(cache: Any) -> bool:
+    """The cache keeps what is needed to continue its rows."""
+    return getattr(cache, _FILLED_BY, None) in (_UNPADDED, _LEFT_PADDED)
+
+
 def _seen(self: Any, position_ids: Tensor, entries: Tensor, cache: Any) -> Tensor:
     """Which entries each token may attend to, bool ``[1 or batch, seqlen, entries]``."""
     slots = torch.arange(entries.shape[1], device=entries.device)
-    if getattr(cache, _FILLED_BY, None) == _LEFT_PADDED:
+    if _goes_on(cache):
         return slots < ((position_ids + 1) // self.compress_rate)[..., None]
     first, end = windows(position_ids, self.compress_rate).layout.ranges.unsqueeze(2).unbind(-1)
     return (slots >= first) & (slots < end)
@@ -336,7 +348,7 @@ def _entries(
 ) -> Tensor:
     """The entries of all tokens so far, ``[batch, entries, head_dim]``."""
     kv, gate = _projected(self, hidden_states)
-    if getattr(cache, _FILLED_BY, None) != _LEFT_PADDED:
+    if not _goes_on(cache):
         return _pooled(self, kv, gate, windows(position_ids, self.compress_rate), hidden_states, overlap)
     # The layer's fields hold, instead of upstream's: the last tokens, of which a window that is still open may need up
     # to 2 * rate - 1, and the entries, each in the slot that is its number in the row's document.
@@ -365,11 +377,11 @@ def _projected(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     if settings.pooling_dtype == "activation":
         return self.kv_proj(hidden_states), self.gate_proj(hidden_states)
     for projection in (self.kv_proj, self.gate_proj):
-        if type(projection).forward is not torch.nn.Linear.forward or projection.weight.dtype.itemsize < 2:
+        if type(projection) is not torch.nn.Linear:
             raise NotImplementedError(
-                f"{ID}: found pooling_dtype='fp32' and a compressor whose projection is a {type(projection).__name__} "
-                f"of {projection.weight.dtype}; expected a torch.nn.Linear, whose weight can be taken in fp32. Leave "
-                "these projections out of adapters and quantisation, or use settings.pooling_dtype='activation'."
+                f"{ID}: found settings.pooling_dtype='fp32' and a compressor whose projection is a "
+                f"{type(projection).__name__}; expected a plain torch.nn.Linear, to take its weight in fp32. Leave "
+                "these projections out of adapters, quantisation and FSDP units of their own, or use 'activation'."
             )
     with torch.autocast(hidden_states.device.type, enabled=False):
         hidden_states = hidden_states.float()

@@ -86,4 +86,6 @@ def _loss(logits: Tensor) -> Tensor:
 
 
 def _gradients(model: Any, ending: str) -> Tensor:
-    return torch.cat([p.grad.flatten().double() for n, p in model.named_parameters() if n.endswith(ending) and p.grad is not None])
+    return torch.cat(
+        [p.grad.flatten().double() for n, p in model.named_parameters() if n.endswith(ending) and p.grad is not None]
+    )

@@ -8,11 +8,12 @@ documents apart only from 5.14, only with ``use_cache=False`` (not the default) 
 
 With the patch windows, entry positions, what a token may see and the overlap of windows belong to the document, in
 every layer: packed rows, rows that start in the middle of a document (a window that began before the row has no entry),
-padding on either side, several rows. A document runs as long as positions go up by one; padding is where the 2-D mask
-is 0 or the position is negative. A plain document gives upstream's logits and gradients bit for bit.
+padding on either side, several rows. A document runs as long as positions go up by one, and padding ends it: where the
+2-D mask is 0 or the position negative. A plain document gives upstream's logits and gradients bit for bit.
 
 Caches: prompts without padding run upstream's code untouched. Prompts padded on the left, one a row, are continued
-row by row. A cache that packed, right-padded or cut rows went through can be returned but not continued: that raises.
+row by row. A cache that any other rows went through can be returned, as a training step with the config's
+``use_cache=True`` does, but not continued: that raises.
 
 ``settings.pooling_dtype = "fp32"`` projects and pools entries in fp32 as the reference implementation does.
 """

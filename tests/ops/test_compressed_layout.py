@@ -21,7 +21,11 @@ class Piece:
 
 
 def _row(pieces: list[Piece]) -> list[int]:
-    return [position for p in pieces for position in (range(p.start, p.start + p.length) if p.start >= 0 else [-1] * p.length)]
+    return [
+        position
+        for p in pieces
+        for position in (range(p.start, p.start + p.length) if p.start >= 0 else [-1] * p.length)
+    ]
 
 
 def _expected(pieces: list[Piece], rate: int) -> tuple[list[tuple[int, int, bool]], list[tuple[int, int]], list[int]]:
@@ -59,13 +63,17 @@ def _separate(pieces: list[Piece]) -> list[Piece]:
 
 
 PIECES = st.lists(
-    st.builds(Piece, start=st.one_of(st.just(0), st.just(0), st.just(-1), st.integers(0, 40)), length=st.integers(1, 23)),
+    st.builds(
+        Piece, start=st.one_of(st.just(0), st.just(0), st.just(-1), st.integers(0, 40)), length=st.integers(1, 23)
+    ),
     min_size=1,
     max_size=6,
 ).map(_separate)
 
 
-@given(pieces=PIECES, rate=st.integers(1, 9), window=st.integers(1, 12), dtype=st.sampled_from((torch.int64, torch.int32)))
+@given(
+    pieces=PIECES, rate=st.integers(1, 9), window=st.integers(1, 12), dtype=st.sampled_from((torch.int64, torch.int32))
+)
 @example(pieces=[Piece(0, 6), Piece(0, 10)], rate=4, window=3, dtype=torch.int64)  # tells D8
 @example(pieces=[Piece(5, 3), Piece(0, 2)], rate=4, window=3, dtype=torch.int64)
 @example(pieces=[Piece(4, 4), Piece(12, 4)], rate=4, window=3, dtype=torch.int64)  # windows apart: no overlap
