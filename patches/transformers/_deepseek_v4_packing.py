@@ -209,7 +209,7 @@ class _Windows(NamedTuple):
     columns: Tensor
 
 
-_remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_remembered: Any = WeakTensorKeyDictionary()
 
 
 def windows(position_ids: Tensor, rate: int, context: int = 0) -> _Windows:
@@ -224,12 +224,13 @@ def windows(position_ids: Tensor, rate: int, context: int = 0) -> _Windows:
         # A graph has to compute them: on replay the same tensor holds other positions.
         return _windows(position_ids, rate, context)
     version = 0 if position_ids.is_inference() else position_ids._version
-    known = _remembered.setdefault(position_ids, {})
+    known: dict[Any, _Windows] | None = _remembered.get(position_ids)
+    if known is None:
+        known = _remembered[position_ids] = {}
     key = (rate, context, version)
     if key not in known:
         known[key] = _windows(position_ids, rate, context)
-    found: _Windows = known[key]
-    return found
+    return known[key]
 
 
 def _windows(position_ids: Tensor, rate: int, context: int) -> _Windows:
@@ -261,7 +262,10 @@ def hca_forward(
     """
     cache, layer_idx = _cache_and_layer(*a, **k)
     if _is_upstreams(cache):
-        return original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
+        upstreams: tuple[Tensor, Tensor | None] = original(
+            self, hidden_states, q_residual, position_ids, cache, layer_idx
+        )
+        return upstreams
     entries = _entries(self, hidden_states, position_ids, cache, layer_idx, "compressor", overlap=False)
     if entries.shape[1] == 0:
         return entries.unsqueeze(1), None
@@ -282,7 +286,8 @@ def csa_forward(
     """``DeepseekV4CSACompressor.forward``: as HCA's; the bias is 0 for what the indexer picked."""
     cache, layer_idx = _cache_and_layer(*a, **k)
     if _is_upstreams(cache):
-        return original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
+        upstreams: tuple[Tensor, Tensor] = original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
+        return upstreams
     entries = _entries(self, hidden_states, position_ids, cache, layer_idx, "compressor", overlap=True)
     picks = self.indexer(hidden_states, q_residual, position_ids, cache, layer_idx)
     batch, count, _ = entries.shape
@@ -303,8 +308,8 @@ def indexer_forward(
     """``DeepseekV4Indexer.forward``: entries that each token picks, int64 ``[batch, seqlen, picks]``, -1 for none."""
     cache, layer_idx = _cache_and_layer(*a, **k)
     if _is_upstreams(cache):
-        result: Tensor = original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
-        return result
+        upstreams: Tensor = original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
+        return upstreams
     entries = _entries(self, hidden_states, position_ids, cache, layer_idx, "indexer", overlap=True)
     batch, seqlen, _ = hidden_states.shape
     cos, sin = self.rotary_emb(hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type)
@@ -338,7 +343,7 @@ def _seen(self: Any, position_ids: Tensor, entries: Tensor, cache: Any) -> Tenso
     """Which entries each token may attend to, bool ``[1 or batch, seqlen, entries]``."""
     slots = torch.arange(entries.shape[1], device=entries.device)
     if _goes_on(cache):
-        return slots < ((position_ids + 1) // self.compress_rate)[..., None]
+        return slots < ((position_ids + 1) // int(self.compress_rate))[..., None]
     first, end = windows(position_ids, self.compress_rate).layout.ranges.unsqueeze(2).unbind(-1)
     return (slots >= first) & (slots < end)
 
@@ -429,8 +434,8 @@ def _activation_dtype(kv: Tensor, hidden_states: Tensor) -> torch.dtype:
 def _scores(self: Any, q: Tensor, entries: Tensor, hidden_states: Tensor) -> Tensor:
     """Index scores, fp32 ``[batch, seqlen, entries]``; the picks carry no gradient, whatever scores them."""
     if not _ROUNDS_POSITION_BIAS:
-        scored: Tensor = self.scorer(q, entries, hidden_states)
-        return scored
-    scores = F.relu(q.float() @ entries.transpose(-1, -2).float().unsqueeze(1)) * self.softmax_scale
-    weights = self.weights_proj(hidden_states).float() * self.weights_scaling
-    return (scores * weights.unsqueeze(-1)).sum(dim=2)
+        scores: Tensor = self.scorer(q, entries, hidden_states)
+        return scores
+    heads = F.relu(q.float() @ entries.transpose(-1, -2).float().unsqueeze(1)) * float(self.softmax_scale)
+    weights: Tensor = self.weights_proj(hidden_states).float() * self.weights_scaling
+    return (heads * weights.unsqueeze(-1)).sum(dim=2)
