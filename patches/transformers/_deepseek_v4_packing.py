@@ -352,6 +352,12 @@ def _entries(
     self: Any, hidden_states: Tensor, position_ids: Tensor, cache: Any, layer_idx: int, name: str, overlap: bool
 ) -> Tensor:
     """The entries of all tokens so far, ``[batch, entries, head_dim]``."""
+    if position_ids.shape[-1] != hidden_states.shape[1]:
+        raise ValueError(
+            f"{ID}: found {hidden_states.shape[1]} tokens and position_ids of shape {tuple(position_ids.shape)} in a "
+            "compressed layer; expected a position for every token, and every token of a window. Don't split rows "
+            "between ranks before these layers (sequence parallelism)."
+        )
     kv, gate = _projected(self, hidden_states)
     if not _goes_on(cache):
         return _pooled(self, kv, gate, windows(position_ids, self.compress_rate), hidden_states, overlap)

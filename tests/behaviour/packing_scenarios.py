@@ -73,6 +73,13 @@ def _logits(model: Any, ids: Tensor | None, **batch: Any) -> Tensor:
     return found
 
 
+def _cache(model: Any) -> Any:
+    """An empty cache to pass: to 5.13 the model returns none that it made itself."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
 def _digest(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -132,18 +139,15 @@ def table() -> Any:
 @scenario
 def cached_by_default() -> Any:
     """What switches upstream's own detection off: the cache of the config's default, a cache object, a mask of ones."""
-    from transformers import DynamicCache
-
     model = _build()
-    name = "cache" if "cache" in _modelling().DeepseekV4Attention.forward.__code__.co_varnames else "past_key_values"
     lengths = (37, 150, 69)
     ids, positions = _ids(1, sum(lengths)), _restarting(lengths)
     exact = torch.cat(_alone(_exact(model), ids.split(lengths, 1)), 1)
     ways = {
         "default": {},
         "asked": {"use_cache": True},
-        "object": {name: DynamicCache(config=model.config)},
-        "object, not asked": {name: DynamicCache(config=model.config), "use_cache": False},
+        "object": {"past_key_values": _cache(model)},
+        "object, not asked": {"past_key_values": _cache(model), "use_cache": False},
         "ones": {"attention_mask": torch.ones_like(ids), "use_cache": False},
         "ones, cached": {"attention_mask": torch.ones_like(ids)},
     }
@@ -274,6 +278,13 @@ def cut_rows() -> Any:
         .max()
         .item(),
     ]
+    # Padding between tokens ends a document.
+    mask = F.pad(torch.ones(1, 70, dtype=torch.long), (0, 50))
+    mask[:, 75:] = 1
+    row = _logits(model, ids, attention_mask=mask)
+    moved = _logits(model, torch.cat((_ids(1, 70, seed=5), ids[:, 70:]), 1), attention_mask=mask)
+    found["leak"].append((moved - row)[:, 75:].abs().max().item())
+    found["before a gap"] = relative_error(row[:, :70], exact[:, :70])
     for kind, rate in (("CSA, all entries", 4), ("HCA", 16)):
         found[kind] = _cut_entries(_build(kind).model.layers[0].self_attn, rate)
     return found
@@ -408,8 +419,7 @@ def unpadded_cache() -> Any:
         model = _build(kind).eval()
         for rows, given in ((1, False), (2, True)):
             ids = _ids(rows, 80)
-            cache, outputs = None, []
-            start = 0
+            cache, start, outputs = _cache(model), 0, []
             for size in (37, 9, *(1,) * 20, 3, 11):
                 batch: dict[str, Any] = {}
                 if given:
@@ -417,7 +427,7 @@ def unpadded_cache() -> Any:
                     batch["position_ids"] = torch.arange(start, start + size).expand(rows, -1)
                 with torch.no_grad():
                     out = model(input_ids=ids[:, start : start + size], past_key_values=cache, use_cache=True, **batch)
-                cache, start = out["cache" if "cache" in out else "past_key_values"], start + size
+                start += size
                 outputs.append(out.logits)
             found[f"{kind}, {rows}, {given}"] = _digest(*outputs)
             with torch.no_grad():
@@ -445,7 +455,7 @@ def continued() -> Any:
                 [F.pad(torch.ones_like(d), (longest - n, 0)) for d, n in zip(documents, lengths, strict=True)]
             )
             positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
-            cache, start, outputs = None, 0, []
+            cache, start, outputs = _cache(model), 0, []
             for size in (*((20, longest - 20) if "chunk" in way else (longest,)), *steps):
                 here = slice(start, start + size)
                 places = {"position_ids": positions[:, here]} if "positions" in way else {}
@@ -454,7 +464,7 @@ def continued() -> Any:
                         input_ids=whole[:, here], attention_mask=mask[:, : start + size], past_key_values=cache,
                         use_cache=True, **places,
                     )  # fmt: skip
-                cache, start = out["cache" if "cache" in out else "past_key_values"], start + size
+                start += size
                 outputs.append(out.logits)
             logits = torch.cat(outputs, 1)
             found[f"{kind}, {way}"] = max(
@@ -490,8 +500,8 @@ def generated() -> Any:
 
 def _continue_a_copy(model: Any, ids: Tensor, mask: Tensor) -> float:
     """A cache that is copied goes on like the cache itself."""
-    out = model(input_ids=ids, attention_mask=mask, use_cache=True)
-    cache = out["cache" if "cache" in out else "past_key_values"]
+    cache = _cache(model)
+    model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
     mask = F.pad(mask, (0, 1), value=1)
     next_one = {"input_ids": ids[:, -1:], "attention_mask": mask, "use_cache": True}
     second = model(past_key_values=copy.deepcopy(cache), **next_one).logits
@@ -501,16 +511,14 @@ def _continue_a_copy(model: Any, ids: Tensor, mask: Tensor) -> float:
 @scenario
 def reused_cache() -> Any:
     """A cache that is reset starts afresh, whatever went through it: padded, then plain, then packed, then padded."""
-    from transformers import DynamicCache
-
     model = _build().eval()
-    cache = DynamicCache(config=model.config)
+    cache = _cache(model)
     found = {}
     padded = F.pad(_ids(2, 40), (5, 0), value=PAD), F.pad(torch.ones(2, 40, dtype=torch.long), (5, 0))
     for name in ("padded", "plain", "packed", "padded again"):
         ids, mask = padded if "padded" in name else (_ids(2, 45, seed=9), torch.ones(2, 45, dtype=torch.long))
         places = {"position_ids": _restarting((30, 15), (20, 25))} if name == "packed" else {}
-        fresh = DynamicCache(config=model.config)
+        fresh = _cache(model)
         step = {"input_ids": ids[:, -4:], "attention_mask": F.pad(mask, (0, 4), value=1)}
         results = []
         for held in (cache, fresh):
@@ -544,12 +552,16 @@ def refused() -> Any:
     ones = torch.ones_like(ids)
 
     def after(**batch: Any) -> Callable[[], Any]:
-        out = model(input_ids=ids, use_cache=True, **batch)
-        cache = out["cache" if "cache" in out else "past_key_values"]
+        cache = _cache(model)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **batch)
         return lambda: model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
 
     left, right = ones.clone(), ones.clone()
     left[0, :9], right[0, 30:] = 0, 0
+    gapped = ones.clone()
+    gapped[0, 9:12] = 0
+    compressor = model.model.layers[2].self_attn.compressor
+    hidden = torch.zeros(1, 20, 128)
 
     def forced(name: str) -> Callable[[], Any]:
         def call() -> None:
@@ -565,6 +577,8 @@ def refused() -> Any:
         return {
             "packed": _raised(after(position_ids=_restarting((10, 30), (20, 20)))),
             "right padded": _raised(after(attention_mask=right)),
+            "gapped": _raised(after(attention_mask=gapped)),
+            "split": _raised(lambda: compressor(hidden, hidden, torch.arange(40)[None], None, 2)),
             "cut": _raised(after(position_ids=torch.arange(5, 45).expand(2, -1))),
             "left padded, no mask": _raised(after(attention_mask=left)),
             "flex": _raised(forced("flex_attention")),
@@ -594,8 +608,8 @@ def unregistered() -> Any:
             module.config._attn_implementation_internal = "like_eager"
     model.eval()
     with torch.no_grad():
-        out = model(input_ids=ids[:, :50], use_cache=True)
-        cache = out["cache" if "cache" in out else "past_key_values"]
+        cache = _cache(model)
+        out = model(input_ids=ids[:, :50], past_key_values=cache, use_cache=True)
         more = model(input_ids=ids[:, 50:], past_key_values=cache, use_cache=True).logits
     return {
         "packed": relative_error(_logits(model, ids, position_ids=positions, use_cache=False), packed),
@@ -754,8 +768,8 @@ def pooled_in_fp32() -> Any:
     exact_logits = _alone(_exact(model), [_ids(2, 45)])[0]
     with settings.using(pooling_dtype="fp32"), torch.no_grad():
         found["padded logits"] = relative_error(_logits(model, prompts, attention_mask=mask)[:, 5:], exact_logits)
-        plain = model(input_ids=_ids(2, 45)[:, :30], use_cache=True)
-        cache = plain["cache" if "cache" in plain else "past_key_values"]
+        cache = _cache(model)
+        plain = model(input_ids=_ids(2, 45)[:, :30], past_key_values=cache, use_cache=True)
         more = model(input_ids=_ids(2, 45)[:, 30:], past_key_values=cache, use_cache=True).logits
         found["cached logits"] = relative_error(torch.cat((plain.logits, more), 1), exact_logits)
         compressor = model.model.layers[1].self_attn.compressor
