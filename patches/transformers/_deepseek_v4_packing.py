@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import DynamicCache
 
 from fsdp_sink_patches import settings
-from fsdp_sink_patches.ops.compressed_layout import CompressedLayout, compressed_layout, first_columns
+from fsdp_sink_patches.ops.compressed_layout import CompressedLayout, compressed_layout, window_starts
 
 ID = "transformers.deepseek-v4-packing"
 PADDING = -1
@@ -56,7 +56,7 @@ def model_forward(
 
     Raises:
         NotImplementedError: the attention implementation takes no additive mask, or the cache can't be continued.
-        ValueError: ``position_ids`` are not ``[1 or batch, seqlen]``.
+        ValueError: ``position_ids`` or a 2-D mask that don't fit the tokens.
     """
     given = {**dict(zip((_CACHE, "inputs_embeds", "use_cache"), a, strict=False)), **k}
     if "past_key_values" in given:  # 5.24 takes the old name too
@@ -192,8 +192,10 @@ def _mask(positions: Tensor, batch: int, past: int, window: int, dtype: torch.dt
     seqlen = positions.shape[1]
     queries = torch.arange(past, past + seqlen, device=positions.device)
     keys = torch.arange(past - min(past, window - 1), past + seqlen, device=positions.device)
-    first = first_columns(positions) if past == 0 else queries - positions.clamp(min=0)
-    first = torch.maximum(first, queries - (window - 1))
+    if past:
+        first = queries - positions.clamp(min=0, max=window - 1)
+    else:
+        first = window_starts(positions, window)
     seen = (keys <= queries[:, None]) & (keys >= first[..., None])
     blank = torch.zeros((), dtype=dtype, device=positions.device)
     return torch.where(seen, blank, torch.finfo(dtype).min)[:, None].expand(batch, -1, -1, -1)

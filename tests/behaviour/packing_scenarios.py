@@ -637,6 +637,21 @@ def prepared_masks() -> Any:
     }
 
 
+@scenario
+def mask_dtype() -> Any:
+    """The mask's dtype where embeddings come in another than their weight's, as from an FSDP unit that casts them."""
+    exact = _exact(_build())
+    exact.model.embed_tokens.float()
+    exact.model.embed_tokens.register_forward_hook(lambda _, __, embeds: embeds.double())
+    seen = set()
+    for layer in exact.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, __, named: seen.add(str(named["attention_mask"].dtype)), with_kwargs=True
+        )
+    exact(input_ids=_ids(1, 96), position_ids=_restarting((37, 59)), use_cache=False)
+    return sorted(seen)
+
+
 # --- what jobs do with a model -------------------------------------------------------------------------------------
 
 

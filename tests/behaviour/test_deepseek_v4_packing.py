@@ -20,7 +20,8 @@ WRONG = 0.1
 
 BOTH = (
     "table", "cached_by_default", "gradients", "six_and_ten", "hash_routers", "padded", "padded_and_packed",
-    "padding_trains", "plain", "unpadded_cache", "generated", "unregistered", "prepared_masks", "validated",
+    "padding_trains", "plain", "unpadded_cache", "generated", "unregistered", "prepared_masks", "mask_dtype",
+    "validated",
 )  # fmt: skip
 PATCHED = (
     *BOTH, "bias_zeroed", "forms", "cut_rows", "continued", "reused_cache", "refused", "checkpointed",
@@ -194,6 +195,10 @@ def test_no_attention_function_is_left_without_a_mask(patched: Results, control:
 def test_masks_that_the_caller_prepared(patched: Results, control: Results) -> None:
     assert _worst(patched["prepared_masks"]) <= RIGHT
     assert min(control["prepared_masks"].values()) > WRONG
+
+
+def test_the_mask_has_the_dtype_of_the_activations(patched: Results, control: Results) -> None:
+    assert patched["mask_dtype"] == control["mask_dtype"] == ["torch.float64"]
 
 
 def test_activation_checkpointing_goes_on(patched: Results) -> None:

@@ -74,7 +74,9 @@ PIECES = st.lists(
 @given(
     pieces=PIECES, rate=st.integers(1, 9), window=st.integers(1, 12), dtype=st.sampled_from((torch.int64, torch.int32))
 )
-@example(pieces=[Piece(0, 6), Piece(0, 10)], rate=4, window=3, dtype=torch.int64)  # tells D8
+@example(
+    pieces=[Piece(0, 6), Piece(0, 10)], rate=4, window=3, dtype=torch.int64
+)  # one whole window and a half, then two and a half
 @example(pieces=[Piece(5, 3), Piece(0, 2)], rate=4, window=3, dtype=torch.int64)
 @example(pieces=[Piece(4, 4), Piece(12, 4)], rate=4, window=3, dtype=torch.int64)  # windows apart: no overlap
 @example(pieces=[Piece(-1, 7), Piece(0, 9), Piece(-1, 3)], rate=1, window=3, dtype=torch.int64)
