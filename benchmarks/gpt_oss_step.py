@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    fsdp_sink_patches.apply("transformers.flash-sinks", "transformers.gpt-oss-packed-masks")
+    fsdp_sink_patches.apply("transformers.flash-sinks", "transformers.packed-masks")
     rows = []
     cases = [(seqlen, documents) for seqlen in arguments.seqlen for documents in (1, 4)]
     best = next(name for name, state in backends().items() if state == "available")

@@ -189,7 +189,7 @@ def main() -> None:
             measure(model, held_out, rank, args.out / f"measure-{step:04d}.pt")
         if args.patched and step == 0:
             # verl and others assign their own functions after the model is built, so this belongs at step 0.
-            fsdp_sink_patches.assert_applied("transformers.flash-sinks", "transformers.gpt-oss-packed-masks")
+            fsdp_sink_patches.assert_applied("transformers.flash-sinks", "transformers.packed-masks")
         if step == args.steps:
             break
         row = next(stream).to(device)

@@ -75,7 +75,7 @@ _called = False
 _hooked: set[str] = set()  # modules whose import will call _imported
 _half_imported: set[str] = set()  # modules that were being imported when we looked; no hook will fire for those
 _rehook: set[str] = set()  # modules whose import we made fail; the next try must fail too, not succeed unpatched
-_logged: set[tuple[str, State, str]] = set()
+_logged: set[tuple[str, State, str, int]] = set()
 _here = threading.local()
 
 
@@ -199,7 +199,7 @@ def status() -> Report:
         _add_entries(registered)
         _retry()
         for entry in _entries.values():
-            if entry.wanted and entry.state is State.ARMED:
+            if entry.wanted and entry.state in (State.ARMED, State.INAPPLICABLE):
                 _advance(entry)  # a module may have come without its hook: put into sys.modules by hand, or by a loader
         return _report()
 
@@ -340,7 +340,7 @@ def _advance(entry: _Entry, finished: str | None = None) -> None:
     """Bring a wanted patch as far as the imported modules allow. ``finished``: a module whose import just ended."""
     if entry.gate.state is not None:
         entry.state, entry.reason = entry.gate.state, entry.gate.reason
-        _announce(entry)
+        _announce(entry, _needs(entry, finished))
         return
     if entry.slots and any(status.state in ("foreign", "original") for status in _look(entry)):
         # Shadowed. Ours is put back where upstream's own code has come back (a reload); someone else's stays.
@@ -385,6 +385,16 @@ def _advance(entry: _Entry, finished: str | None = None) -> None:
             entry.state = State.ARMED if waiting or not (entry.slots or entry.skipped) else State.APPLIED
             entry.reason = _waiting_for(entry, waiting) if entry.state is State.ARMED else _note(entry)
     _announce(entry)
+
+
+def _needs(entry: _Entry, finished: str | None) -> int | None:
+    """How loudly an inapplicable patch is announced: only a process that imports what it is for would miss it."""
+    if entry.state is not State.INAPPLICABLE:
+        return None
+    name = entry.patch.targets[0].module
+    if _imported_module(name, finished) is None:
+        _arm(name)
+    return logging.INFO if _imported_module(name, finished) is None else logging.WARNING
 
 
 class _Conflict(Exception):  # noqa: N818 (control flow inside this module)
@@ -758,14 +768,14 @@ def _status(entry: _Entry, targets: Sequence[TargetStatus]) -> PatchStatus:
 
 def _announce(entry: _Entry, level: int | None = None) -> None:
     """One line for each new state and reason; what a sink model would miss is a warning."""
-    key = (entry.patch.id, entry.state, entry.reason)
+    if level is None:
+        serious = entry.state.is_failure
+        serious = serious or (entry.state is State.APPLIED and (bool(entry.stale) or entry.fingerprint == "allowed"))
+        level = logging.WARNING if serious else logging.INFO
+    key = (entry.patch.id, entry.state, entry.reason, level)
     if key in _logged:
         return
     _logged.add(key)
-    if level is None:
-        serious = entry.state.is_failure or entry.state is State.INAPPLICABLE
-        serious = serious or (entry.state is State.APPLIED and (bool(entry.stale) or entry.fingerprint == "allowed"))
-        level = logging.WARNING if serious else logging.INFO
     _log.log(level, "%s: %s. %s", entry.patch.id, entry.state, entry.reason)
 
 

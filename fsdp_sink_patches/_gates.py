@@ -44,14 +44,26 @@ def look(patch: Patch) -> Gate:
             State.OBSOLETE,
             f"found {name} {text}, which has the fix since {patch.fixed_in}: nothing to patch. Stop naming it.",
         )
-    # prereleases=True: packaging 25 says 4.58.0.dev0 is not ">=4.56", packaging 26 says that it is.
-    if not SpecifierSet(patch.requires).contains(version, prereleases=True):
+    why = refusal(patch, version)
+    if why or not contains(patch.requires, version):
+        found = f"found {name} {text}{f' ({why})' if why else ''}"
         return Gate(
             text,
             State.INAPPLICABLE,
-            f"found {name} {text}, expected {name}{patch.requires}: nothing was patched. Install one of those.",
+            f"{found}, expected {name}{patch.versions}: nothing was patched. Install one of those.",
         )
     return Gate(text)
+
+
+def contains(specifier: str, version: Version) -> bool:
+    """``version`` satisfies ``specifier``, prereleases included."""
+    # packaging 25 says 4.58.0.dev0 is not ">=4.56" unless it is asked like this, packaging 26 says that it is.
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def refusal(patch: Patch, version: Version) -> str:
+    """Why ``patch`` refuses this release, without a full stop; empty where it does not."""
+    return next((why.rstrip(".") for releases, why in patch.refuses.items() if contains(releases, version)), "")
 
 
 def _unreadable(patch: Patch, found: str) -> str:

@@ -18,7 +18,8 @@ class Target:
             of a class or module attribute (a flag, a tuple of names).
         kind: how ``replacement`` is used.
         optional: the attribute does not exist in every release of the declared range; a release without it is known by
-            the digest ``"absent"``, and there the target is skipped, not drifted.
+            the digest ``"absent"``, and there the target is skipped, not drifted. Or not every job imports its module:
+            the patch is applied without waiting for it.
     """
 
     path: str
@@ -52,6 +53,8 @@ class Patch:
         targets: what is replaced.
         relies_on: ``"module:qualname"`` of upstream sources that are not replaced but must mean what they meant;
             a trailing ``"?"`` says that a release may lack it.
+        refuses: releases that the patch can't make right, and why: a version specifier (``"==5.8.0"``) to the reason
+            in one sentence. Nothing is patched there, and whoever imports the first target's module is warned once.
     """
 
     id: str
@@ -63,6 +66,12 @@ class Patch:
     remove_when: str
     targets: tuple[Target, ...]
     relies_on: tuple[str, ...] = ()
+    refuses: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def versions(self) -> str:
+        """What ``requires`` and ``refuses`` leave, as messages say it: ``">=5.8, not ==5.8.0"``."""
+        return ", not ".join([self.requires, *self.refuses])
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ def print_explanation(report: CheckReport, row: Row, why: str, out: Output) -> N
         out.line(f"  {line}" if line else "")
     out.line()
     out.line(
-        f"upstream     {patch.distribution} {status.version or '(not installed)'}; the patch is for {patch.requires}"
+        f"upstream     {patch.distribution} {status.version or '(not installed)'}; the patch is for {patch.versions}"
     )
     out.line(f"link         {patch.link}")
     out.line(f"remove when  {patch.remove_when}" + (f" (fixed in {patch.fixed_in})" if patch.fixed_in else ""))
@@ -352,7 +352,7 @@ def advice(row: Row) -> list[str]:
         case State.OBSOLETE:
             return [f"{patch.distribution} {patch.fixed_in} and newer need no patch: delete it."]
         case State.INAPPLICABLE:
-            return [f"Install a release that satisfies {patch.requires} to have it."]
+            return [f"Install a release that satisfies {patch.versions} to have it."]
         case State.FAILED:
             return ["The traceback below is ours to fix: please report it with the output of check --json."]
         case _:

@@ -13,7 +13,7 @@ class State(str, enum.Enum):
 
     DISABLED = "disabled"  # the user said no, or nobody asked
     ABSENT = "absent"  # the upstream is not installed
-    INAPPLICABLE = "inapplicable"  # version outside the declared range
+    INAPPLICABLE = "inapplicable"  # version outside the declared range, or refused
     OBSOLETE = "obsolete"  # fixed_in reached: delete the patch
     ARMED = "armed"  # waiting for a module's import
     APPLIED = "applied"  # every attribute is ours, looked at now

@@ -172,7 +172,9 @@ def _apply_here(allow_drift: Collection[str]) -> tuple[Report, dict[str, list[st
             except PatchError:  # raised by our own hook; the report shows it
                 pass
             except (Exception, SystemExit) as error:  # what the user wants to read, once for all that it hits
-                if not (target.optional and isinstance(error, ModuleNotFoundError) and error.name == target.module):
+                missing = error.name if isinstance(error, ModuleNotFoundError) else None
+                # This release has no such module, or not even the package that it would be in.
+                if not (target.optional and missing and f"{target.module}.".startswith(f"{missing}.")):
                     raised.setdefault(f"{type(error).__name__}: {error}", []).append(target.module)
         notes[status.id] = [
             f"importing {', '.join(dict.fromkeys(modules))} here raised {error}; to see where: "

@@ -40,7 +40,7 @@ from packaging.version import Version
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from fsdp_sink_patches import _fingerprint, _records, _registry
+from fsdp_sink_patches import _fingerprint, _gates, _records, _registry
 from fsdp_sink_patches._fingerprint import Shape
 from fsdp_sink_patches._patch import Patch
 
@@ -418,7 +418,7 @@ class Refresh:
 
 
 def _in_range(patch: Patch, version: Version) -> bool:
-    if not SpecifierSet(patch.requires).contains(version, prereleases=True):
+    if not _gates.contains(patch.requires, version) or _gates.refusal(patch, version):
         return False
     return patch.fixed_in is None or version < Version(patch.fixed_in)
 
@@ -563,6 +563,7 @@ def matrix_text() -> str:
             "",
             f"{patch.gives}. {patch.distribution} `{patch.requires}`{needless}. Upstream: <{patch.link}>.",
             f"Remove when {patch.remove_when.rstrip('.')}.",
+            *(f"Refuses `{releases}`: {why.rstrip('.')}." for releases, why in patch.refuses.items()),
             "",
             "| releases | changed against the row above |",
             "|---|---|",

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -27,11 +29,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # Run by each environment's own Python; prints the requirements it does not meet.
 UNMET = """
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from packaging.requirements import Requirement
 for text in sys.argv[1:]:
     wanted = Requirement(text)
-    if not wanted.specifier.contains(version(wanted.name), prereleases=True):
+    try:
+        met = wanted.specifier.contains(version(wanted.name), prereleases=True)
+    except PackageNotFoundError:
+        met = False
+    if not met:
         print(text)
 """
 
@@ -56,12 +62,17 @@ def run_cell(name: str, cell: dict[str, Any], pytest_args: list[str]) -> bool:
         ).stdout.strip()  # fmt: skip
         # Everything else (torch, pytest, this package) comes from the environment that runs this script.
         (Path(site) / "everything_else.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-        if missing := unmet(python, cell["distributions"]):
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *missing], check=True)
+        missing = unmet(python, cell["distributions"])
+        # Some pin older releases of what the cell is about (verl: transformers<5.11), so they come without their own.
+        alone = [line for line in missing if Requirement(line).name in cell.get("no_deps", [])]
+        for lines, options in (([line for line in missing if line not in alone], []), (alone, ["--no-deps"])):
+            if lines:
+                subprocess.run([python, "-m", "pip", "install", "--quiet", *options, *lines], check=True)
         if missing := unmet(python, cell["distributions"]):
             print(f"    still not there after pip install: {', '.join(missing)}")
             return False
-        return subprocess.run([python, "-m", "pytest", "tests/behaviour", *pytest_args], cwd=ROOT).returncode == 0
+        tests = cell.get("tests", ["tests/behaviour"])
+        return subprocess.run([python, "-m", "pytest", *tests, *pytest_args], cwd=ROOT).returncode == 0
 
 
 def main(arguments: list[str]) -> int:

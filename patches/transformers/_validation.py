@@ -7,6 +7,7 @@ computed sinks right in every release. So it needs neither a patch nor a mask.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssForCausalLM
 
 from fsdp_sink_patches import Measurement
 from fsdp_sink_patches.ops.sink_attention.oracle import relative_error
@@ -60,18 +62,33 @@ def flash_sinks(device: str) -> Measurement:
 
 
 def packed_masks(device: str) -> Measurement:
-    """Eager attention in fp32, so that only the mask can be wrong."""
-    model = build(TINY, "eager", torch.float32, device)
-    return _measure(model, TINY, "eager", dict.fromkeys(("logits", "dsink", "dq_proj"), 1e-5))
+    """Eager attention in fp32, so that only the mask can be wrong: gpt-oss and, where there is one, the encoder."""
+    limits = dict.fromkeys(("logits", "dsink", "dq_proj"), 1e-5)
+    measured = _measure(build(TINY, "eager", torch.float32, device), TINY, "eager", limits)
+    encoder = getattr(transformers, "OpenAIPrivacyFilterForTokenClassification", None)
+    if encoder is None:  # it came with 5.6
+        return measured
+    config = {**TINY, "num_labels": TINY["vocab_size"], "pad_token_id": None}
+    found = _errors(build(config, "eager", torch.float32, device, encoder))
+    errors = {f"encoder {name}": error for name, error in found.items()}
+    return dataclasses.replace(
+        measured, errors={**measured.errors, **errors}, limits={**limits, **dict.fromkeys(errors, 1e-5)}
+    )
 
 
-def build(config: dict[str, Any], implementation: str, dtype: torch.dtype, device: str) -> Any:
-    """A gpt-oss with fixed random weights and sinks of 4, 8, 20 and a random spread, as a training job starts it."""
+def build(
+    config: dict[str, Any],
+    implementation: str,
+    dtype: torch.dtype,
+    device: str,
+    model_class: Any = GptOssForCausalLM,
+) -> Any:
+    """A model with fixed random weights and sinks of 4, 8, 20 and a random spread, as a training job starts it."""
     torch.manual_seed(0)
-    settings = GptOssConfig(**config)
+    settings = model_class.config_class(**config)
     settings._experts_implementation = "eager"  # the one that computes in fp64 as well; unknown before 5.0
     with torch.device(device):
-        model = GptOssForCausalLM._from_config(settings, attn_implementation=implementation, dtype=dtype)
+        model = model_class._from_config(settings, attn_implementation=implementation, dtype=dtype)
     heads = config["num_attention_heads"]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -101,7 +118,8 @@ def _flash_or_eager(config: dict[str, Any], dtype: torch.dtype, device: str) -> 
         return build(config, "eager", dtype, device), f"eager, since flash_attention_2 raises {refusal}"
 
 
-def _measure(model: Any, step_config: dict[str, Any], implementation: str, limits: dict[str, float]) -> Measurement:
+def _errors(model: Any) -> dict[str, float]:
+    """A step on the packed row against the fp64 model on each document alone, in eager attention."""
     device = model.device.type
     ids, positions, labels = packed_row(LENGTHS, model.config.vocab_size, device)
     oracle = copy.deepcopy(model).double()
@@ -115,22 +133,26 @@ def _measure(model: Any, step_config: dict[str, Any], implementation: str, limit
         start += length
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     torch.autograd.backward(_loss(logits, labels, ids.shape[1]))
-    errors = {
+    return {
         "logits": relative_error(logits, torch.cat(alone, 1)),
         "dsink": relative_error(_gradients(model, "sinks"), _gradients(oracle, "sinks")),
         "dq_proj": relative_error(_gradients(model, "q_proj.weight"), _gradients(oracle, "q_proj.weight")),
     }
+
+
+def _measure(model: Any, step_config: dict[str, Any], implementation: str, limits: dict[str, float]) -> Measurement:
+    device = model.device.type
+    errors = _errors(model)
     details = {
         "implementation": implementation,
         "dtype": str(model.dtype).removeprefix("torch."),
         "documents": LENGTHS,
         "sinks": "4, 8, 20, then 2 * randn",
     }
-    del oracle
     if step_config is not TINY:
         name = model.config._attn_implementation
         dtype = model.dtype
-        del model, logits
+        del model
         model = build(step_config, name, dtype, device)
     lengths = LENGTHS if step_config is TINY else STEP_LENGTHS
     ids, positions, labels = packed_row(lengths, model.config.vocab_size, device)

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from measured import CONTROL, RIGHT_UNDER_EAGER, RIGHT_UNDER_FLASH, SINGLE, TRANSFORMERS, Results
+from measured import CONTROL, ENCODER, HAS_ENCODER, RIGHT_UNDER_EAGER, RIGHT_UNDER_FLASH, SINGLE, TRANSFORMERS, Results
 from packaging.version import Version
 
 HERE = Path(__file__).resolve().parent
@@ -42,7 +42,8 @@ def _run(
     command = [sys.executable, str(HERE / script), "--apply", ",".join(apply)]
     if stub is not None:
         paths.insert(0, str(ROOT / "tests" / "stubs" / stub))
-        command.append("--flash")
+        if stub.startswith("fa"):
+            command.append("--flash")
     if after:
         command.append("--after")
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -64,13 +65,14 @@ def _run(
 @pytest.fixture(scope="session")
 def patched(run: Callable[..., Results]) -> Results:
     """Both transformers patches applied before transformers is imported; no flash package, no CUDA, no network."""
-    return run(*RIGHT_UNDER_FLASH, *RIGHT_UNDER_EAGER, *SINGLE, apply=TRANSFORMERS)
+    compiled = ("encoder_compiled",) if HAS_ENCODER else ()
+    return run(*RIGHT_UNDER_FLASH, *RIGHT_UNDER_EAGER, *SINGLE, *ENCODER, *compiled, apply=TRANSFORMERS)
 
 
 @pytest.fixture(scope="session")
 def control(run: Callable[..., Results]) -> Results:
     """The same without patches: what a user of upstream meets."""
-    return run(*CONTROL)
+    return run(*CONTROL, *ENCODER)
 
 
 @pytest.fixture(scope="session")

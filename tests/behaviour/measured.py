@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 from packaging.version import Version
 
 Results = dict[str, Any]
 
-TRANSFORMERS = ("transformers.flash-sinks", "transformers.gpt-oss-packed-masks")
+TRANSFORMERS = ("transformers.flash-sinks", "transformers.packed-masks")
 
 RIGHT = 1e-5
 """Relative L2 of an fp32 run against fp64."""
@@ -21,6 +22,15 @@ RIGHT_UNDER_EAGER = (
     "eager_packed", "eager_packed_by_default", "eager_packed_all_ones", "eager_packed_rows",
     "eager_packed_empty_cache", "eager_packed_and_padded",
 )  # fmt: skip
+HAS_ENCODER = Version(metadata.version("transformers")) >= Version("5.6")
+"""Whether the transformers that the children see has openai_privacy_filter."""
+ENCODER_PACKED = (
+    "encoder_packed", "encoder_packed_all_ones", "encoder_packed_rows", "encoder_packed_and_padded",
+    "encoder_packed_checkpointed",
+) if HAS_ENCODER else ()  # fmt: skip
+ENCODER = (
+    *ENCODER_PACKED, "encoder_leak", "encoder_embeddings", "encoder_untouched", "encoder_flex_masks",
+) if HAS_ENCODER else ()  # fmt: skip
 SINGLE = (
     "packed_fa4", "numpy_lengths", "compiled", "compiled_borders", "generated", "loaded", "derived_once", "autocast",
     "dropout", "resolved", "refused", "sdpa_forced", "foreign_kernels", "sink_sources", "window", "wide_keys",

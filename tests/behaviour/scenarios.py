@@ -696,10 +696,13 @@ def eager_packed_empty_cache() -> Any:
 
 @scenario
 def eager_packed_and_padded() -> Any:
+    return _packed_and_padded(_eager())
+
+
+def _packed_and_padded(model: Any) -> dict[str, float]:
     import models
 
-    model, ids = _eager(), models.tokens(2, 24)
-    mask = torch.ones(2, 24, dtype=torch.long)
+    ids, mask = models.tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
     mask[0, 20:], mask[1, :6] = 0, 0
     documents = [*_row((9, 11)), (1, slice(6, 11)), (1, slice(11, 24))]
     places = torch.stack([models.restarting((9, 11, 4))[0], models.restarting((6, 5, 13))[0]])
@@ -788,6 +791,139 @@ def flex_masks() -> Any:
         "full": int((seen["full_attention"] != rule).sum()),
         "sliding": int((seen["sliding_attention"] != windowed).sum()),
     }
+
+
+# --- openai_privacy_filter masks -------------------------------------------------------------------------------------
+
+
+def _encoder(implementation: str = "eager") -> Any:
+    import models
+
+    return models.build("openai_privacy_filter", implementation)
+
+
+@scenario
+def encoder_packed() -> Any:
+    return _packed(_encoder(), LENGTHS)
+
+
+@scenario
+def encoder_packed_all_ones() -> Any:
+    return _packed(_encoder(), LENGTHS, attention_mask=torch.ones(1, sum(LENGTHS), dtype=torch.long))
+
+
+@scenario
+def encoder_packed_rows() -> Any:
+    return _packed(_encoder(), (11, 13), (1, 23))
+
+
+@scenario
+def encoder_packed_and_padded() -> Any:
+    return _packed_and_padded(_encoder())
+
+
+@scenario
+def encoder_packed_checkpointed() -> Any:
+    """The oracle recomputes too, without a patch's help: it never sees a packed row."""
+    model = _encoder()
+    model.gradient_checkpointing_enable()
+    return _packed(model, LENGTHS)
+
+
+@scenario
+def encoder_leak() -> Any:
+    """How far the other documents' logits move when only the second one's tokens change, and its own."""
+    import models
+
+    model, ids, places = _encoder().eval(), models.tokens(1, sum(LENGTHS)), models.restarting(LENGTHS)
+    changed = ids.clone()
+    own = _row(LENGTHS)[2][1]
+    changed[:, own] = models.tokens(1, LENGTHS[2], seed=4)
+    with torch.no_grad():
+        moved = (model(input_ids=ids, position_ids=places).logits - model(changed, position_ids=places).logits).abs()
+    return {"own": float(moved[:, own].max()), "others": float(torch.cat([moved[:, :12], moved[:, 32:]], 1).max())}
+
+
+@scenario
+def encoder_embeddings() -> Any:
+    """inputs_embeds instead of input_ids, and arguments by position."""
+    import models
+
+    model, ids, places = _encoder(), models.tokens(1, sum(LENGTHS)), models.restarting(LENGTHS)
+    exact = models.oracle_of(model).model
+    expected = torch.cat([exact(input_ids=ids[:, columns])[0] for _, columns in _row(LENGTHS)], 1)
+    embeds = model.model.embed_tokens(ids)
+    found = {
+        "named": model.model(inputs_embeds=embeds, position_ids=places)[0],
+        "placed": model.model(ids, None, places)[0],
+        "all placed": model.model(None, None, places, embeds)[0],
+    }
+    return {name: models.relative_error(out, expected) for name, out in found.items()}
+
+
+@scenario
+def encoder_compiled() -> Any:
+    """In one graph; the experts, which loop over what the router picked, run outside of it."""
+    import models
+
+    model, ids, places = _encoder(), models.tokens(1, sum(LENGTHS)), models.restarting(LENGTHS)
+    model.config._experts_implementation = "batched_mm"
+    exact = models.oracle_of(model)
+    exact.config._experts_implementation = "eager"
+    expected = torch.cat([exact(input_ids=ids[:, columns]).logits for _, columns in _row(LENGTHS)], 1)
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    return {"logits": models.relative_error(graph(input_ids=ids, position_ids=places).logits, expected)}
+
+
+@scenario
+def encoder_untouched() -> Any:
+    """Rows that are not packed, padding, and a mask that the caller prepared: the digest must be upstream's own."""
+    import models
+
+    model, ids = _encoder().eval(), models.tokens(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :7] = 0
+    i, j = torch.arange(20)[:, None], torch.arange(20)[None, :]
+    prepared = torch.zeros(2, 1, 20, 20).masked_fill((i - j).abs() > 3, torch.finfo(torch.float32).min)
+    places = models.restarting((9, 11), (3, 17))
+    return {
+        "plain": _digest(model(input_ids=ids).logits),
+        "placed": _digest(model(input_ids=ids, position_ids=torch.arange(20)[None].expand(2, -1)).logits),
+        "padded": _digest(model(input_ids=ids, attention_mask=mask).logits),
+        "prepared": _digest(model(input_ids=ids, attention_mask=prepared, position_ids=places).logits),
+    }
+
+
+@scenario
+def encoder_flex_masks() -> Any:
+    """The BlockMask that flex attention gets, evaluated densely, against the rule written out: wrong entries."""
+    import models
+    from torch.nn.attention.flex_attention import create_mask
+
+    seen: list[Any] = []
+
+    class Recorder(torch.nn.Module):
+        def forward(self, hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> Tensor:
+            seen.append(attention_mask)
+            return hidden_states
+
+    total = sum(LENGTHS)
+    model = _encoder("flex_attention")
+    model.model.layers = torch.nn.ModuleList([Recorder()])
+    padding = torch.ones(1, total, dtype=torch.long)
+    padding[:, -3:] = 0
+    owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    i, j = torch.arange(total)[:, None], torch.arange(total)[None, :]
+    rule = (owner[:, None] == owner[None, :]) & ((i - j).abs() <= model.config.sliding_window)
+    found = {}
+    for name, mask in {"packed": None, "all ones": torch.ones_like(padding), "padded": padding}.items():
+        seen.clear()
+        model(input_ids=models.tokens(1, total), position_ids=models.restarting(LENGTHS), attention_mask=mask)
+        dense = create_mask(seen[0].mask_mod, 1, 1, total, total, device="cpu")[0, 0]
+        real = torch.ones(total, dtype=torch.bool) if mask is None else mask[0].bool()
+        found[name] = int((dense[real] != (rule & real[None, :])[real]).sum())
+    found["both ways"] = int(dense.triu(1).sum() > 0) + int(dense.tril(-1).sum() > 0)
+    return found
 
 
 # --- other models ----------------------------------------------------------------------------------------------------
@@ -949,7 +1085,7 @@ def validated_flash_sinks() -> Any:
 
 @scenario
 def validated_packed_masks() -> Any:
-    return _validated("transformers.gpt-oss-packed-masks")
+    return _validated("transformers.packed-masks")
 
 
 @scenario

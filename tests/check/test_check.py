@@ -160,6 +160,30 @@ def test_versions_outside_the_range(checkout: Checkout) -> None:
     assert checkout.row("--strict", code=1)["state"] == "inapplicable"
 
 
+def test_a_refused_release_says_why(checkout: Checkout) -> None:
+    refuses = 'refuses={{"==1.6": "planted 1.6 is not causal"}}, link='
+    checkout.write("patches/planted/thing.py", PATCH.replace("link=", refuses).format(slug="thing", name="f"))
+    assert checkout.row()["state"] == "applied"
+    checkout.install("1.6")
+    report = checkout.report()
+    jsonschema.validate(report, schema("check"))
+    (row,) = report["patches"]
+    assert row["state"] == "inapplicable"
+    assert "planted 1.6 (planted 1.6 is not causal), expected planted>=1,<3, not ==1.6" in row["reason"]
+    explained = " ".join(checkout.check("--explain", "planted.thing").stdout.split())
+    assert "planted 1.6 is not causal" in explained
+    assert "Install a release that satisfies >=1,<3, not ==1.6 to have it." in explained
+
+
+def test_an_optional_target_in_a_package_that_the_release_lacks_is_no_fault(checkout: Checkout) -> None:
+    targets = 'targets=(Target("planted.later.deep:f", replacement, optional=True), '
+    checkout.write("patches/planted/thing.py", PATCH.replace("targets=(", targets).format(slug="thing", name="f"))
+    known = checkout.root / "compat_matrix" / "planted.toml"
+    known.write_text(known.read_text().replace("digests = {", 'digests = { "planted.later.deep:f" = "absent",'))
+    row = checkout.row()
+    assert (row["state"], row["reason"]) == ("applied", "")
+
+
 def test_absent_is_fine_even_if_strict(checkout: Checkout) -> None:
     (checkout.upstream / "planted-1.dist-info" / "METADATA").unlink()
     (checkout.upstream / "planted-1.dist-info").rmdir()
@@ -300,7 +324,7 @@ def test_the_real_patches_are_applied_here() -> None:
     """Known or allowed: this environment's transformers may be newer than the newest source that was looked at."""
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "fsdp_sink_patches.check", "--json"]
-    for id in ("transformers.flash-sinks", "transformers.gpt-oss-packed-masks"):
+    for id in ("transformers.flash-sinks", "transformers.packed-masks"):
         command += ["--allow-drift", id]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -308,5 +332,5 @@ def test_the_real_patches_are_applied_here() -> None:
     jsonschema.validate(report, schema("check"))
     states = {row["id"]: row["state"] for row in report["patches"]}
     assert states["transformers.flash-sinks"] == "applied"
-    assert states["transformers.gpt-oss-packed-masks"] == "applied"
+    assert states["transformers.packed-masks"] == "applied"
     assert report["backends"]["reference"] == "available"

@@ -380,9 +380,7 @@ def test_paths_are_cut(text: str, clean: str) -> None:
     assert _validate.without_paths(text) == clean
 
 
-@pytest.mark.parametrize(
-    "id", ["transformers.flash-sinks", "transformers.gpt-oss-packed-masks", "flash-attn.varlen-sinks"]
-)
+@pytest.mark.parametrize("id", ["transformers.flash-sinks", "transformers.packed-masks", "flash-attn.varlen-sinks"])
 def test_a_record_of_ours_covers_all_that_its_numbers_depend_on(id: str) -> None:
     names = set(_records.sources(_registry.get(id)))
     root = "fsdp_sink_patches"

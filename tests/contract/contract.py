@@ -48,6 +48,9 @@ def declaration(patch: Patch, module: types.ModuleType) -> list[str]:
             wrong.append("requires is empty")
         if patch.fixed_in is not None:
             Version(patch.fixed_in)
+        for releases, why in patch.refuses.items():
+            if not str(SpecifierSet(releases)) or len(why.split()) < 5:
+                wrong.append(f"refuses {releases!r}: {why!r} names no releases or no reason")
     except (InvalidSpecifier, InvalidVersion) as error:
         wrong.append(str(error))
     if not patch.targets:
@@ -90,6 +93,12 @@ def evidence(patch: Patch) -> list[str]:
             f"{version} is recorded but not in {patch.requires}"
             for version in shape.versions
             if not SpecifierSet(patch.requires).contains(version, prereleases=True)
+        ]
+        wrong += [
+            f"{version} is recorded but refused by {releases}"
+            for version in shape.versions
+            for releases in patch.refuses
+            if SpecifierSet(releases).contains(version, prereleases=True)
         ]
         needed = {target.path for target in patch.targets if not target.optional}
         wrong += [f"{ref} is absent in {shape.versions}" for ref in needed if shape.digests.get(ref) == "absent"]
@@ -182,7 +191,7 @@ for step in steps:
     elif step == "someone-else":
         from fsdp_sink_patches import _ownership
         for patch in registered.values():
-            target = next(t for t in patch.targets if not t.optional)
+            target = min(patch.targets, key=lambda t: t.optional)
             if target.module in sys.modules:
                 at = _ownership.place(sys.modules[target.module], target.qualname)
                 setattr(at.holder, at.name, lambda *args, **kwargs: None)

@@ -170,7 +170,8 @@ def good() -> tuple[Patch, Any]:
         {"id": "planted.Some_Thing"}, {"id": "planted.7"}, {"id": "planted"}, {"id": "planted.other-thing"},
         {"gives": "one two three four five six seven"}, {"gives": ""}, {"link": ""}, {"link": "see the tracker"},
         {"remove_when": ""}, {"requires": ""}, {"requires": "about 4"}, {"fixed_in": "soon"}, {"targets": ()},
-        {"relies_on": ("no colon",)},
+        {"relies_on": ("no colon",)}, {"refuses": {"1.3": "it is not causal in this release"}},
+        {"refuses": {"==1.3": "broken"}}, {"refuses": {"": "it is not causal in this release"}},
     ],
     ids=str,
 )  # fmt: skip
@@ -232,6 +233,14 @@ def test_missing_or_wrong_evidence_is_caught(shapes: Any, monkeypatch: pytest.Mo
     assert contract.evidence(patch) == []
     monkeypatch.setattr(_fingerprint, "shapes", lambda patch: shapes)
     assert contract.evidence(patch) != []
+
+
+def test_evidence_of_a_refused_release_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, _ = good()
+    right = (_fingerprint.Shape(("1.0",), {"planted_upstream:f": "0" * 16}),)
+    monkeypatch.setattr(_fingerprint, "shapes", lambda patch: right)
+    assert contract.evidence(dataclasses.replace(patch, refuses={"==1.1": "not causal"})) == []
+    assert contract.evidence(dataclasses.replace(patch, refuses={"==1.0": "not causal"})) != []
 
 
 def test_a_shared_target_is_caught() -> None:

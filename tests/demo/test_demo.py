@@ -71,7 +71,7 @@ def test_both_runs_start_from_the_same_weights_and_rows(results: dict[str, Any])
 
 def test_the_report_is_part_of_the_results(results: dict[str, Any]) -> None:
     ids = {patch["id"] for patch in results["check"]["patches"]}
-    assert {"transformers.flash-sinks", "transformers.gpt-oss-packed-masks"} <= ids
+    assert {"transformers.flash-sinks", "transformers.packed-masks"} <= ids
 
 
 def test_a_number_that_is_none_is_not_right(driver: Any) -> None:

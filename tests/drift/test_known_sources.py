@@ -16,8 +16,9 @@ import jsonschema
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-from fsdp_sink_patches import Patch, _fingerprint, _records, _registry, _validate
+from fsdp_sink_patches import Patch, _fingerprint, _gates, _records, _registry, _validate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,14 +55,17 @@ def test_the_installed_release_is_known(id: str) -> None:
     assert importlib.metadata.version("transformers") in match.shape.versions
 
 
-@pytest.mark.parametrize("id", PATCHES)
+@pytest.mark.parametrize("id", _registry.patches())
 def test_every_release_we_test_is_known(id: str) -> None:
+    """Of the cells' releases, those that the patch is meant for."""
+    patch = _registry.get(id)
     text = (_fingerprint.matrix_directory() / "cells.toml").read_text(encoding="utf-8")
     named = [Requirement(line) for cell in tomllib.loads(text)["cells"].values() for line in cell["distributions"]]
-    tested = {str(need.specifier).removeprefix("==") for need in named if need.name == "transformers"}
-    known = {version for shape in _fingerprint.shapes(PATCHES[id]) for version in shape.versions}
-    assert tested
-    assert tested - known == set()
+    tested = {Version(str(need.specifier).removeprefix("==")) for need in named if need.name == patch.distribution}
+    meant = {str(v) for v in tested if _gates.contains(patch.requires, v) and not _gates.refusal(patch, v)}
+    known = {version for shape in _fingerprint.shapes(patch) for version in shape.versions}
+    assert meant
+    assert meant - known == set()
 
 
 def test_the_tables_hold_the_registered_patches_and_no_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -145,6 +146,16 @@ def test_json(bench: Bench) -> None:
     assert change["ref"] == HELPER
     assert change["found"] != change["known"]
     assert bench.known() == [("1.0", "1.1")]
+
+
+def test_a_refused_release_is_outside_and_the_table_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = dataclasses.replace(PATCH, refuses={"==1.1": "up-stream 1.1 returns its argument twice."})
+    monkeypatch.setattr(_registry, "patches", lambda: {PATCH.id: refusing})
+    for version in ("1.0", "1.1", "1.2"):
+        bench.wheel(version, SOURCE.format(1))
+    assert bench.refresh("up-stream", "--accept")[0] == 0
+    assert bench.known() == [("1.0", "1.2")]
+    assert "Refuses `==1.1`: up-stream 1.1 returns its argument twice.\n" in matrix.matrix_text()
 
 
 @pytest.mark.parametrize(

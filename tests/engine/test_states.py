@@ -6,6 +6,7 @@ import importlib
 import logging
 import pickle
 import sys
+import types
 
 import pytest
 from fakes import World, boom, true
@@ -49,8 +50,71 @@ def test_inapplicable(world: World, version: str, log: pytest.LogCaptureFixture)
     assert (status.state, status.version) == (State.INAPPLICABLE, version)
     assert ">=1.0" in status.reason
     assert version in status.reason
-    assert [r.levelno for r in log.records if "inapplicable" in r.message] == [logging.WARNING]
+    assert levels(log) == [logging.INFO], "who never imports the module misses nothing"
     assert world.load().forward(1) == 1
+    assert levels(log) == [logging.INFO, logging.WARNING]
+
+
+def levels(log: pytest.LogCaptureFixture) -> list[int]:
+    return [r.levelno for r in log.records if "inapplicable" in r.message]
+
+
+WHY = "up 1.3 is not causal: every query sees the future"
+
+
+@pytest.mark.parametrize("version", ["1.3", "1.3.0", "1.3+cu128"])
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_refused(world: World, version: str, imported: str, log: pytest.LogCaptureFixture) -> None:
+    world.install(version)
+    world.patch(world.target("forward"), world.target("call", module="user"), refuses={"==1.2": "no", "==1.3": WHY})
+    if imported == "before":
+        world.load()
+    status = fsp.apply()["up.one"]
+    assert (status.state, status.version) == (State.INAPPLICABLE, version)
+    assert status.reason == (
+        f"found {world.distribution} {version} ({WHY}), expected {world.distribution}>=1.0, not ==1.2, not ==1.3: "
+        "nothing was patched. Install one of those."
+    )
+    assert levels(log) == [logging.WARNING if imported == "before" else logging.INFO]
+    assert world.load().forward(1) == 1
+    world.load("user")
+    fsp.apply()
+    fsp.status()
+    assert levels(log).count(logging.WARNING) == 1
+    assert WHY in log.records[-1].message
+    with pytest.raises(PatchError, match=r"up\.one: inapplicable.*every query sees the future"):
+        fsp.apply("up.one")
+    with pytest.raises(PatchError, match="every query sees the future"):
+        fsp.assert_applied("up.one")
+
+
+def test_refused_and_switched_off_says_nothing(world: World, log: pytest.LogCaptureFixture) -> None:
+    world.install("1.3")
+    world.patch(refuses={"==1.3": WHY})
+    fsp.apply()
+    fsp.unapply("up.one")
+    world.load()
+    assert levels(log) == [logging.INFO]
+
+
+@pytest.mark.parametrize("version", ["1.2", "1.3.1", "1.3.post1", "1.4"])
+def test_only_what_is_refused_is_refused(world: World, version: str) -> None:
+    world.install(version)
+    world.patch(refuses={"==1.3": WHY})
+    assert fsp.apply()["up.one"].state is State.ARMED
+    assert hash(world.patches["up.one"])
+
+
+def test_a_refusal_is_announced_when_a_module_comes_without_its_hook(
+    world: World, log: pytest.LogCaptureFixture
+) -> None:
+    world.install("1.3")
+    world.patch(refuses={"==1.3": WHY})
+    fsp.apply()
+    name = f"{world.name}.attention"
+    sys.modules[name] = types.ModuleType(name)
+    fsp.status()
+    assert levels(log) == [logging.INFO, logging.WARNING]
 
 
 @pytest.mark.parametrize("version", ["1.1.dev0", "2.0rc1", "1.0.post1", "1.0+cu128"])

@@ -276,6 +276,17 @@ def test_an_optional_target_in_a_module_that_is_never_imported_is_not_waited_for
     assert world.load("late").other(1) == 1001
 
 
+def test_with_every_target_optional_the_first_module_that_comes_is_enough(world: World) -> None:
+    world.install(files=TWO_MODULES)
+    optional = {"optional": True}
+    world.patch(world.target("forward", **optional), world.target("other", module="late", **optional))
+    assert fsp.apply()["up.one"].state is State.ARMED
+    assert world.load("late").other(1) == 1001
+    assert state() is State.APPLIED
+    assert world.load().forward(1) == 1001
+    assert [t.state for t in fsp.status()["up.one"].targets] == ["ours", "ours"]
+
+
 def test_two_patches_of_ours_on_one_target_conflict(world: World) -> None:
     world.install()
     world.patch(id="up.one")

@@ -15,7 +15,7 @@ from torch import Tensor
 import fsdp_sink_patches
 from fsdp_sink_patches.ops.sink_attention.oracle import relative_error
 
-IDS = ("transformers.flash-sinks", "transformers.gpt-oss-packed-masks")
+IDS = ("transformers.flash-sinks", "transformers.packed-masks")
 LENGTHS = (200, 1, 57, 254)
 TOKENS = 256
 
