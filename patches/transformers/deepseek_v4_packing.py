@@ -90,6 +90,10 @@ PATCH = Patch(
         f"{_MODELLING}:DeepseekV4CSACache.__init__",
         f"{_MODELLING}:apply_rotary_pos_emb",
     ),
+    refuses={
+        "==5.8.0": "DeepSeek-V4 in transformers 5.8.0 is not causal: its mask is padded with zeros over the compressed "
+        "entries, so every query sees the future"
+    },
 )
 
 
