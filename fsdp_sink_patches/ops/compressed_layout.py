@@ -6,7 +6,8 @@ at position ``t`` with ``w < (t + 1) // rate``. Everything here is that sentence
 from ``position_ids`` alone, with shapes that don't depend on the data and without a device-to-host copy.
 
 What ``position_ids`` say (``[rows, seqlen]``, any integer dtype): a document runs as long as positions go up by one, so
-a row may start in the middle of one (``[5, 6, 7, 0, 1]``); a negative position is padding, wherever it stands.
+a row may start in the middle of one (``[5, 6, 7, 0, 1]``); a negative position is padding, wherever it stands, and the
+token behind it starts a document: close rows up first if documents should go on over padding.
 """
 
 from __future__ import annotations

@@ -168,8 +168,22 @@ def _positions(position_ids: Tensor | None, mask: Tensor | None, tokens: Tensor,
             f"{ID}: found a cache of {_LEFT_PADDED}, and more tokens without position_ids or a mask over all of them; "
             f"expected one. Pass attention_mask of shape {(batch, past + seqlen)}, as generate does."
         )
-    token = positions >= 0
-    return torch.where(token if real is None else token & real[:, -seqlen:], positions, PADDING)
+    token = positions >= 0 if real is None else (positions >= 0) & real[:, -seqlen:]
+    if position_ids is not None and seqlen > 1:
+        positions = _counted_over_tokens(positions, token)
+    return torch.where(token, positions, PADDING)
+
+
+def _counted_over_tokens(positions: Tensor, real: Tensor) -> Tensor:
+    """The positions that documents have without the padding inside them, which ``positions`` may or may not count."""
+    positions, real = torch.broadcast_tensors(positions, real)
+    columns = torch.arange(real.shape[1], device=real.device).expand(real.shape)
+    before = F.pad(torch.where(real, columns, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+    step = positions - positions.gather(1, before.clamp(min=0))
+    goes_on = (before >= 0) & ((step == 1) | (step == columns - before))
+    first = torch.where(real & ~goes_on, columns, 0).cummax(1).values
+    rank = real.long().cumsum(1)
+    return positions.gather(1, first) + rank - rank.gather(1, first)
 
 
 def _rows(positions: Tensor) -> str:
@@ -187,16 +201,20 @@ def _rows(positions: Tensor) -> str:
 def _mask(positions: Tensor, batch: int, past: int, window: int, dtype: torch.dtype) -> Tensor:
     """The sliding-window mask that eager attention adds, ``[batch, 1, queries, keys]``: 0 or the smallest of ``dtype``.
 
-    With ``past``, rows hold one document each, and keys begin ``window - 1`` tokens before the queries at most.
+    The window counts a document's tokens, not the padding among them. With ``past``, rows hold one document each, and
+    keys begin ``window - 1`` tokens before the queries at most.
     """
     seqlen = positions.shape[1]
     queries = torch.arange(past, past + seqlen, device=positions.device)
     keys = torch.arange(past - min(past, window - 1), past + seqlen, device=positions.device)
     if past:
         first = queries - positions.clamp(min=0, max=window - 1)
+        seen = (keys <= queries[:, None]) & (keys >= first[..., None])
     else:
-        first = window_starts(positions, window)
-    seen = (keys <= queries[:, None]) & (keys >= first[..., None])
+        closed, order, rank = _closed_up(positions)
+        first = order.gather(1, window_starts(closed, window).gather(1, rank))
+        seen = (keys <= queries[:, None]) & (keys >= first[..., None])
+        seen = seen & ((positions >= 0)[:, None] | (keys == queries[:, None]))
     blank = torch.zeros((), dtype=dtype, device=positions.device)
     return torch.where(seen, blank, torch.finfo(dtype).min)[:, None].expand(batch, -1, -1, -1)
 
@@ -205,7 +223,10 @@ def _mask(positions: Tensor, batch: int, past: int, window: int, dtype: torch.dt
 
 
 class _Windows(NamedTuple):
-    """A layout, and the columns of every window's tokens, ``[rows, entries * rate]``."""
+    """A layout, and the columns of every window's tokens, ``[rows, entries * rate]``.
+
+    Without context ``layout.starts`` are columns of the closed-up row; ``columns`` and ``layout.ranges`` the row's own.
+    """
 
     layout: CompressedLayout
     columns: Tensor
@@ -235,14 +256,30 @@ def windows(position_ids: Tensor, rate: int, context: int = 0) -> _Windows:
     return known[key]
 
 
+def _closed_up(positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions with all padding moved behind the tokens, the column that each came from, and where each column went.
+
+    A token that is masked inside a document (an end-of-turn token that is the padding token as well) must not end it:
+    the row is worth what it is without that token.
+    """
+    order = (positions < 0).to(torch.int8).argsort(dim=1, stable=True)
+    columns = torch.arange(positions.shape[1], device=positions.device).expand(positions.shape)
+    return positions.gather(1, order), order, torch.zeros_like(order).scatter(1, order, columns)
+
+
 def _windows(position_ids: Tensor, rate: int, context: int) -> _Windows:
-    if context:
+    if context:  # rows of one document each, padded before it alone
         before = torch.arange(-context, position_ids.shape[1], device=position_ids.device)
         offset = torch.where(position_ids >= 0, position_ids - before[context:], -before.shape[0])
         position_ids = (before + offset.amax(1, keepdim=True)).clamp(min=PADDING)
-    layout = compressed_layout(position_ids, rate)
+        layout = compressed_layout(position_ids, rate)
+        columns = layout.starts[..., None] + torch.arange(rate, device=position_ids.device)
+        return _Windows(layout, columns.flatten(1))
+    closed, order, rank = _closed_up(position_ids)
+    layout = compressed_layout(closed, rate)
     columns = layout.starts[..., None] + torch.arange(rate, device=position_ids.device)
-    return _Windows(layout, columns.flatten(1))
+    ranges = layout.ranges.gather(1, rank[..., None].expand(-1, -1, 2))
+    return _Windows(layout._replace(ranges=ranges), order.gather(1, columns.flatten(1)))
 
 
 # --- the compressors ------------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ documents apart only from 5.14, only with ``use_cache=False`` (not the default) 
 
 With the patch windows, entry positions, what a token may see and the overlap of windows belong to the document, in
 every layer: packed rows, rows that start in the middle of a document (a window that began before the row has no entry),
-padding on either side, several rows. A document runs as long as positions go up by one, and padding ends it: where the
-2-D mask is 0 or the position negative. A plain document gives upstream's logits and gradients bit for bit.
+padding anywhere, several rows. A document runs as long as the positions of its tokens go up by one. Padding, where the
+2-D mask is 0 or the position negative, neither starts nor ends one: a row is worth what it is without its padding, be
+that inside a document (an end-of-turn token that is the padding token too), and counted by the positions or not. A
+plain document gives upstream's logits and gradients bit for bit.
 
 Caches: prompts without padding run upstream's code untouched. Prompts padded on the left, one a row, are continued
 row by row. A cache that any other rows went through can be returned, as a training step with the config's

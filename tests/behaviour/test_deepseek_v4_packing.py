@@ -20,8 +20,8 @@ WRONG = 0.1
 
 BOTH = (
     "table", "cached_by_default", "gradients", "six_and_ten", "hash_routers", "padded", "padded_and_packed",
-    "padding_trains", "plain", "unpadded_cache", "generated", "unregistered", "prepared_masks", "mask_dtype",
-    "validated",
+    "masked_inside", "padding_trains", "plain", "unpadded_cache", "generated", "unregistered", "prepared_masks",
+    "mask_dtype", "validated",
 )  # fmt: skip
 PATCHED = (
     *BOTH, "bias_zeroed", "forms", "cut_rows", "continued", "reused_cache", "refused", "checkpointed",
@@ -105,8 +105,8 @@ def test_hash_routers_get_their_tokens(patched: Results, control: Results) -> No
 
 def test_rows_that_start_in_the_middle_of_a_document(patched: Results) -> None:
     cut = patched["cut_rows"]
-    assert cut["leak"] == [0, 0, 0]
-    assert max(cut["at a window's border"], cut["document after"], cut["before a gap"]) <= RIGHT
+    assert cut["leak"] == [0, 0]
+    assert max(cut["at a window's border"], cut["document after"]) <= RIGHT
     for kind in ("CSA, all entries", "HCA"):
         assert cut[kind]["entries"] <= EXACT
         assert cut[kind]["seen"]
@@ -124,6 +124,14 @@ def test_padding_on_either_side(patched: Results, control: Results) -> None:
 def test_padding_among_packed_documents(patched: Results, control: Results) -> None:
     assert _worst(patched["padded_and_packed"]) <= RIGHT
     assert min(control["padded_and_packed"].values()) > WRONG
+
+
+def test_a_document_goes_on_over_masked_tokens(patched: Results, control: Results) -> None:
+    assert len(patched["masked_inside"]) == 5
+    for kind, errors in patched["masked_inside"].items():
+        assert len(errors) == (7 if kind in ("sliding", "mixed") else 6)
+        assert max(errors.values()) <= RIGHT, kind
+        assert min(control["masked_inside"][kind].values()) > WRONG, kind
 
 
 def test_padding_has_no_part_in_gradients(patched: Results, control: Results) -> None:
