@@ -38,6 +38,10 @@ _ROUNDS_POSITION_BIAS = not hasattr(modelling, "DeepseekV4IndexerScorer")
 _FILLED_BY = "_filled_by_deepseek_v4_packing"
 _UNPADDED, _LEFT_PADDED = "unpadded rows", "left-padded rows"
 _OTHER = "packed, cut, right-padded or gapped rows"
+_STAYED_EMPTY = (
+    " If generate made this mask, its cache stayed empty, because gradient checkpointing in training mode drops it: call "
+    "model.eval() or model.gradient_checkpointing_disable() before generate."
+)
 
 
 # --- the model -----------------------------------------------------------------------------------------------------
@@ -75,11 +79,15 @@ def model_forward(
         )
     implementation = self.config._attn_implementation or "eager"
     additive = implementation == "eager"
+    if past and filled_by is None and tokens.shape[1] > 1 and isinstance(attention_mask, Tensor):
+        _refuse_padding_after(attention_mask, past)
     if past and filled_by is None and additive:
         return original(self, input_ids, attention_mask, position_ids, *a, **k)
 
     mask, prepared = _split(attention_mask, implementation)
     positions = _positions(position_ids, mask, tokens, past, guess=filled_by != _LEFT_PADDED)
+    if past and filled_by is not None and tokens.shape[1] > 1:
+        _check_goes_on(positions, mask, past, filled_by)
     kept = cache is not None or _wants_cache(self, given.get("use_cache"))
     if kept and not past:
         rows = _UNPADDED if position_ids is None and mask is None else _rows(positions)
@@ -149,6 +157,7 @@ def _positions(position_ids: Tensor | None, mask: Tensor | None, tokens: Tensor,
         raise ValueError(
             f"{ID}: found an attention_mask of shape {tuple(mask.shape)} for {batch} rows of {seqlen} tokens after "
             f"{past}; expected {(batch, past + seqlen)}. Pass 1 for every token and 0 for padding."
+            + ("" if past or mask.shape[1] <= seqlen else _STAYED_EMPTY)
         )
     real = None if mask is None else mask.to(device).bool()
     if position_ids is not None:
@@ -196,6 +205,43 @@ def _rows(positions: Tensor) -> str:
     left = (positions == torch.where(columns < pads, PADDING, columns - pads)).all()
     is_left, is_padded = torch.stack((left, pads.any())).tolist()
     return _OTHER if not is_left else _LEFT_PADDED if is_padded else _UNPADDED
+
+
+def _refuse_padding_after(mask: Tensor, past: int) -> None:
+    """Raise if a 2-D mask has padding before a token: the cache's rows have none, and upstream takes it for a token."""
+    if mask.ndim == 2 and bool((~mask[:, :-1].bool() & mask[:, 1:].bool()).any()):
+        raise NotImplementedError(
+            f"{ID}: found a cache of {past} tokens of {_UNPADDED}, and an attention_mask with padding before more "
+            "tokens; expected rows that go on without padding. Pad the whole rows on the left and fill the cache with "
+            "them, or continue one row at a time."
+        )
+
+
+def _check_goes_on(positions: Tensor, mask: Tensor | None, past: int, filled_by: str) -> None:
+    """Raise unless every row of more than one token goes on with its one document; costs a device-to-host copy.
+
+    With a mask over all tokens a row is padded before its first token alone, and counted over the mask. Without, rows
+    of an unpadded cache go on at ``past``; a padded row goes on at any position but 0, or starts behind its padding.
+    """
+    seqlen = positions.shape[1]
+    columns = torch.arange(seqlen, device=positions.device)
+    if mask is not None and mask.shape[1] == past + seqlen:
+        real = mask.to(positions.device).bool()
+        count = real.long().cumsum(1) - 1
+        expected = torch.where(real, count, PADDING)[:, past:]
+        right = (positions == expected).all() & ~(real[:, :-1] & ~real[:, 1:]).any()
+    elif filled_by == _UNPADDED:
+        right = (positions == past + columns).all()
+    else:
+        pads = (positions < 0).sum(1, keepdim=True)
+        start = torch.where(pads > 0, -pads, positions[:, :1])
+        right = (positions == torch.where(columns < pads, PADDING, start + columns)).all() & (start != 0).all()
+    if not bool(right):
+        raise NotImplementedError(
+            f"{ID}: found a cache of {past} tokens of {filled_by}, and {seqlen} tokens that do not go on with its rows "
+            "(padding after a row's first token, or positions that restart or jump); expected one whole document a "
+            "row, with padding on its left alone. Continue one row at a time, or fill a fresh cache with whole rows."
+        )
 
 
 def _mask(positions: Tensor, batch: int, past: int, window: int, dtype: torch.dtype) -> Tensor:

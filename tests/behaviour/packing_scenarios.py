@@ -602,6 +602,21 @@ def refused() -> Any:
     gapped[0, 9:12] = 0
     compressor = model.model.layers[2].self_attn.compressor
     hidden = torch.zeros(1, 20, 128)
+    turn = torch.ones_like(ids[:, :12])
+    right_turn, left_turn, apart = turn.clone(), turn.clone(), turn.clone()
+    right_turn[0, 9:], left_turn[0, :3], apart[0, 4:6] = 0, 0, 0
+
+    def turns(first: Tensor, then: Tensor | None, **batch: Any) -> Callable[[], Any]:
+        """A second turn of 12 tokens after a first of 40."""
+        cache = _cache(model)
+        padded = {} if first is ones else {"attention_mask": first}
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **padded)
+        if then is not None:
+            batch["attention_mask"] = torch.cat((first, then), 1)
+        return lambda: model(input_ids=ids[:, :12], past_key_values=cache, use_cache=True, **batch)
+
+    count = torch.arange(12).expand(2, -1)
+    on = count + left.sum(1, keepdim=True)
 
     def forced(name: str) -> Callable[[], Any]:
         def call() -> None:
@@ -627,6 +642,20 @@ def refused() -> Any:
             "positions": _raised(lambda: model(input_ids=ids, position_ids=torch.zeros(3, 40).long())),
             "mask": _raised(lambda: model(input_ids=ids, attention_mask=torch.ones(2, 39))),
             "nothing": _raised(lambda: model()),
+            "turn padded right": _raised(turns(left, right_turn)),
+            "turn padded left": _raised(turns(left, left_turn)),
+            "turn with a gap": _raised(turns(left, apart)),
+            "turn restarts": _raised(turns(left, turn, position_ids=count)),
+            "turn restarts, no mask": _raised(turns(left, None, position_ids=count)),
+            "turn jumps, no mask": _raised(turns(left, None, position_ids=on + (count > 5))),
+            "turn": _raised(turns(left, turn, position_ids=on)),
+            "turn, no mask": _raised(turns(left, None, position_ids=on)),
+            "upstream's turn padded left": _raised(turns(ones, left_turn)),
+            "upstream's turn with a gap": _raised(turns(ones, apart)),
+            "upstream's turn": _raised(turns(ones, turn)),
+            "cache stayed empty": _raised(
+                lambda: model(input_ids=ids[:, :1], attention_mask=ones, past_key_values=_cache(model), use_cache=True)
+            ),
         }
 
 

@@ -177,6 +177,15 @@ def test_a_reset_cache_remembers_nothing(patched: Results) -> None:
         ("gapped", "NotImplementedError", "found a cache of 40 tokens"),
         ("split", "ValueError", "found 20 tokens and position_ids of shape (1, 40)"),
         ("left padded, no mask", "ValueError", "found a cache of left-padded rows"),
+        ("turn padded right", "NotImplementedError", "found a cache of 40 tokens of left-padded rows, and 12 tokens"),
+        ("turn padded left", "NotImplementedError", "12 tokens that do not go on with its rows"),
+        ("turn with a gap", "NotImplementedError", "12 tokens that do not go on with its rows"),
+        ("turn restarts", "NotImplementedError", "12 tokens that do not go on with its rows"),
+        ("turn restarts, no mask", "NotImplementedError", "12 tokens that do not go on with its rows"),
+        ("turn jumps, no mask", "NotImplementedError", "12 tokens that do not go on with its rows"),
+        ("upstream's turn padded left", "NotImplementedError", "found a cache of 40 tokens of unpadded rows, and an"),
+        ("upstream's turn with a gap", "NotImplementedError", "an attention_mask with padding before more tokens"),
+        ("cache stayed empty", "ValueError", "call model.eval() or model.gradient_checkpointing_disable() before"),
         ("flex", "NotImplementedError", "found attn_implementation='flex_attention'"),
         ("flash", "NotImplementedError", "found attn_implementation='flash_attention_2'"),
         ("block mask", "NotImplementedError", "a mask of type object"),
@@ -189,6 +198,11 @@ def test_refused_with_a_reason(name: str, error: str, words: str, patched: Resul
     assert said.startswith(f"{error}: {ID}: ")
     assert words in said
     assert "expected" in said
+
+
+@pytest.mark.parametrize("name", ["turn", "turn, no mask", "upstream's turn"])
+def test_whole_turns_go_on(name: str, patched: Results) -> None:
+    assert patched["refused"][name] == "nothing"
 
 
 def test_upstream_refuses_what_makes_no_sense(patched: Results) -> None:
