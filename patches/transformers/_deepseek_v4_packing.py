@@ -293,13 +293,15 @@ def windows(position_ids: Tensor, rate: int, context: int = 0) -> _Windows:
         # A graph has to compute them: on replay the same tensor holds other positions.
         return _windows(position_ids, rate, context)
     version = 0 if position_ids.is_inference() else position_ids._version
-    known: dict[Any, _Windows] | None = _remembered.get(position_ids)
-    if known is None:
-        known = _remembered[position_ids] = {}
-    key = (rate, context, version)
+    of_version, known = _remembered.get(position_ids, (None, {}))
+    if of_version != version:  # new, or written to: what is known of older positions is let go
+        known = {}
+        _remembered[position_ids] = version, known
+    key = (rate, context)
     if key not in known:
         known[key] = _windows(position_ids, rate, context)
-    return known[key]
+    found: _Windows = known[key]
+    return found
 
 
 def _closed_up(positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -760,6 +760,13 @@ def checkpointed() -> Any:
         }
     gc.collect()
     found["remembered after"] = len(packing._remembered)
+    written = torch.arange(96)[None]
+    counts = [packing.windows(written, 4).layout.live.sum().item()]
+    for length in (48, 24, 60):
+        written.copy_(F.pad(torch.arange(length), (0, 96 - length), value=-1)[None])
+        counts.append(packing.windows(written, 4).layout.live.sum().item())
+        packing.windows(written, 16)
+    found["written to"] = {"entries": counts, "remembered": len(packing._remembered[written][1])}
     return found
 
 
