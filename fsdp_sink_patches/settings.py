@@ -6,7 +6,8 @@
 | ``pooling_dtype`` | ``"activation"``, ``"fp32"`` | ``FSDP_SINK_PATCHES_POOLING_DTYPE`` | DeepSeek-V4's compressors: projected and pooled in the activations' dtype as transformers does, or in fp32 as the reference implementation does |
 
 The environment is read when this module is imported, and worker processes inherit it; :func:`use` and :func:`using`
-act on this process from the next forward on. Set them alike on every rank, and before a graph is compiled.
+act on this process from the next forward on. Set them alike on every rank, and before a graph is compiled. Keep the
+backward under the forward's settings: activation checkpointing computes the forward again there and reads them again.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ def use(*, rope_dtype: str | None = None, pooling_dtype: str | None = None) -> N
 
 @contextmanager
 def using(*, rope_dtype: str | None = None, pooling_dtype: str | None = None) -> Iterator[None]:
-    """:func:`use` for the length of a ``with`` block."""
+    """:func:`use` for the length of a ``with`` block.
+
+    Keep backward inside the block: under activation checkpointing it computes the forward again, by the settings that
+    hold then. Around the forward alone, reentrant checkpointing would give wrong gradients without an error.
+    """
     before = {name: globals()[name] for name in _CHOICES}
     use(rope_dtype=rope_dtype, pooling_dtype=pooling_dtype)
     try:
