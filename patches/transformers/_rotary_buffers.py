@@ -37,6 +37,7 @@ class _Held:
         lengths: the module's ``max_seq_len_cached`` attributes that ``truth`` belongs to (dynamic types).
         shown: what the module's attributes hold between forwards, with its ``_version`` and that of the truth at the
             time when both were equal.
+        lent: what upstream's forward was last handed; in an fp64 model that is not ``truth`` itself.
     """
 
     source: Frequencies
@@ -44,6 +45,7 @@ class _Held:
     dynamic: bool
     lengths: tuple[Any, ...]
     shown: dict[str, tuple[Tensor, int, int]] = field(default_factory=dict)
+    lent: dict[str, Tensor] = field(default_factory=dict)
 
 
 _held: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()  # not in the modules: a pickle would carry it
@@ -59,7 +61,11 @@ def hold(model: nn.Module, fresh: bool) -> None:
     Args:
         model: any module; each of its modules that has non-persistent ``*inv_freq`` buffers counts.
         fresh: its constructor has just ended, so that values, where there are any, are right.
+
+    Under a mode that makes tensors fake, which estimators and planners build in, the model stays upstream's.
     """
+    if torch._C._len_torch_dispatch_stack():
+        return
     for path, module in model.named_modules():
         if module in _held:
             _show(module, _held[module], again=True)
@@ -103,6 +109,8 @@ def _source(module: nn.Module, names: list[str], fresh: bool) -> Frequencies | N
 
 def _built_again(module: nn.Module, names: list[str]) -> Frequencies | None:
     """What a new module shows that is built with the arguments this one keeps; None if it can't be or is another."""
+    if isinstance(module, PreTrainedModel) or next(module.parameters(), None) is not None:
+        return None  # a constructor of more than frequencies: it costs memory, and may build what it is part of
     cls: Any = module._upstream if isinstance(module, _Holding) else type(module)
     arguments = {}
     for parameter in inspect.signature(cls).parameters.values():
@@ -184,7 +192,8 @@ def _lend(module: nn.Module, held: _Held) -> bool:
         return False
     _move(held, form[0])
     for name, truth in held.truth.items():
-        _place(module, name)[name] = truth if form[1] == torch.float32 else truth.double()
+        held.lent[name] = truth if form[1] == torch.float32 else truth.double()
+        _place(module, name)[name] = held.lent[name]
     return True
 
 
@@ -193,7 +202,7 @@ def _adopt(module: nn.Module, held: _Held) -> None:
     for name, truth in held.truth.items():
         now = _place(module, name).get(name)
         shown = held.shown.get(name, (None,))[0]
-        if now is truth or now is shown or not is_real(now):
+        if now is truth or now is shown or now is held.lent.get(name) or not is_real(now):
             continue
         assert isinstance(now, Tensor)
         if now.dtype in (torch.float32, torch.float64):  # else cast meanwhile, not computed

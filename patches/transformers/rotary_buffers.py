@@ -30,6 +30,7 @@ Limits:
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sink_patches import Measurement, Patch, Target
@@ -38,11 +39,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_constructing: ContextVar[bool] = ContextVar("constructing", default=False)
+
+
 def post_init(original: Callable[..., Any], self: Any, *a: Any, **k: Any) -> Any:
     """The end of every model's constructor: its rotary modules are as they should stay."""
     from . import _rotary_buffers
 
-    result = original(self, *a, **k)
+    token = _constructing.set(True)
+    try:
+        result = original(self, *a, **k)
+    finally:
+        _constructing.reset(token)
     _rotary_buffers.hold(self, fresh=True)
     return result
 
@@ -52,7 +60,8 @@ def initialize_weights(original: Callable[..., Any], self: Any, *a: Any, **k: An
     from . import _rotary_buffers
 
     result = original(self, *a, **k)
-    _rotary_buffers.hold(self, fresh=False)
+    if not _constructing.get():  # upstream's post_init calls this; the values are then the constructor's
+        _rotary_buffers.hold(self, fresh=False)
     return result
 
 

@@ -674,6 +674,61 @@ def double() -> Any:
 
 
 @scenario
+def built_of_fakes() -> Any:
+    """A second model of one config, built and run under a mode that makes its tensors fake, as estimators do."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    real = llama()
+    found = []
+    for options in ({}, {"allow_non_fake_inputs": True}):
+        with FakeTensorMode(**options):  # type: ignore[arg-type]
+            one = _again(real)
+            logits = one(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False).logits
+        found.append(isinstance(logits, FakeTensor) and all(isinstance(b, FakeTensor) for b in one.buffers()))
+    return [*found, _equal(_frequencies(_again(real)), _frequencies(real)), list(LOG)]
+
+
+@scenario
+def owners() -> Any:
+    """Modules with more than frequencies: how many are constructed on the way, and whether theirs are held."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+    built = {"model": 0, "attention": 0}
+
+    class Attention(nn.Module):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__()
+            built["attention"] += 1
+            self.config = config
+            self.query = nn.Linear(4, 4)
+            self.register_buffer("inv_freq", 1.0 / torch.arange(1, 9).float(), persistent=False)
+
+    class Model(LlamaPreTrainedModel):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            built["model"] += 1
+            self.attention = Attention(config)
+            self.register_buffer("inv_freq", 1.0 / torch.arange(1, 9).float(), persistent=False)
+            self.post_init()
+
+    model = Model(_config("LlamaConfig"))
+    wanted = {name: tensor.clone() for name, tensor in _frequencies(model).items()}
+    held = _equal(_frequencies(model.to(torch.bfloat16)), wanted)
+    return {"built": built, "held": held, "said": [line for line in LOG if "owners" in line]}
+
+
+@scenario
+def double_is_steady() -> Any:
+    """Forwards of an fp64 model leave its buffers and what is kept outside them where they are."""
+    model: Any = llama().double()
+    _output(model)
+    before = dict(model.named_buffers())
+    _output(model)
+    return all(buffer is before[name] for name, buffer in model.named_buffers())
+
+
+@scenario
 def inference_then_training() -> Any:
     """A rollout in inference mode, in which the buffers are cast, and its update."""
     model = gpt_oss()

@@ -32,7 +32,17 @@ ROWS = ["dynamic_rows", "longrope_rows"] + ["labelled_dynamic_rows"] * LABELS
 CASES = ["case_a2", "case_a3", "case_a6"] * V4
 SAME = ("random_state", "generated", "double", "old_checkpoint", "classes")
 FAILING = ("inference_then_training", "shared_module", "handed_out", "on_meta", "unknown_module", "unpickled")
-ONCE = ("threads", "checkpointed", "compiled", "pickled", "dynamic_rows_after_a_break", "after_unapply")
+ONCE = (
+    "built_of_fakes",
+    "owners",
+    "double_is_steady",
+    "threads",
+    "checkpointed",
+    "compiled",
+    "pickled",
+    "dynamic_rows_after_a_break",
+    "after_unapply",
+)
 RIGHT = {"frequencies": True, "logits": True}
 
 
@@ -137,6 +147,20 @@ def test_an_old_checkpoint_is_refused_or_passed_over_as_upstream_does(patched: R
 def test_a_double_model_has_the_same_values(patched: Results) -> None:
     assert patched["double"]["same"]
     assert patched["double"]["dtypes"] == ["torch.float64"]
+
+
+def test_a_model_of_fake_tensors_is_upstreams(patched: Results) -> None:
+    *right, log = patched["built_of_fakes"]
+    assert right == [True, True, True]
+    assert not any("without fp32 values" in line for line in log)
+
+
+def test_a_module_with_parameters_is_never_built_again(patched: Results) -> None:
+    assert patched["owners"] == {"built": {"model": 1, "attention": 1}, "held": True, "said": []}
+
+
+def test_a_double_model_is_copied_once(patched: Results) -> None:
+    assert patched["double_is_steady"]
 
 
 def test_inference_mode_then_training(patched: Results, control: Results) -> None:
