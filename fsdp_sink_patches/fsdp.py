@@ -43,11 +43,13 @@ that is a unit already: it stops there. :class:`_Rest`, a child without paramete
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,7 +69,8 @@ class Fp32Units:
 
     Attributes:
         modules: modules whose parameters are all fp32, outermost ones, in the order of the model.
-        parameters: fp32 parameters beside which the same module has others, in the order of the model.
+        parameters: fp32 parameters beside which the module that reads them has others, in the order of the model. One
+            of a child whose own forward never runs counts here: ``causal_conv1d_fn(..., self.conv1d.weight)``.
     """
 
     modules: tuple[str, ...]
@@ -121,12 +124,13 @@ def fp32_units(model: nn.Module, *, also: Iterable[str] = ()) -> Fp32Units:
 def _units(model: nn.Module, wanted: set[int]) -> Fp32Units:
     modules: list[str] = []
     parameters: list[str] = []
+    called = _called(model)
 
     def walk(module: nn.Module, name: str) -> None:
         inside = list(module.parameters())
         if not any(id(parameter) in wanted for parameter in inside):
             return
-        if name and _has_forward(module) and all(id(parameter) in wanted for parameter in inside):
+        if name and module in called and all(id(parameter) in wanted for parameter in inside):
             modules.append(name)
             return
         prefix = f"{name}." if name else ""
@@ -157,9 +161,30 @@ def _wanted(model: nn.Module, also: Iterable[str]) -> set[int]:
     return wanted
 
 
-def _has_forward(module: nn.Module) -> bool:
-    """False for ModuleList, ParameterDict and the like, which nobody calls."""
-    return type(module).forward is not nn.Module.forward
+def _called(model: nn.Module) -> set[nn.Module]:
+    """The modules whose forward runs, so that a unit made of one is gathered then.
+
+    Not: ModuleList, ParameterDict and the like, which have none; a child whose weights its parent's forward reads
+    itself, as hybrid models do with ``conv1d`` (then they are the parent's parameters in all but name).
+    """
+    called = {module for module in model.modules() if type(module).forward is not nn.Module.forward}
+    for module in model.modules():
+        called -= {child for name, child in module.named_children() if name in _read_children(type(module))}
+    return called
+
+
+@cache
+def _read_children(cls: type[nn.Module]) -> frozenset[str]:
+    """The names of the children whose weight or bias a forward of ``cls`` reads, by its source."""
+    found: set[str] = set()
+    for name in dir(cls):  # also slow_forward, cuda_kernels_forward and the like
+        if "forward" in name and getattr(cls, name) is not getattr(nn.Module, name, None):
+            try:
+                source = inspect.getsource(inspect.unwrap(getattr(cls, name)))
+            except (OSError, TypeError):  # no source, or no function
+                continue
+            found.update(re.findall(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b)", source))
+    return frozenset(found)
 
 
 def shard_fp32_units(
@@ -195,8 +220,9 @@ def shard_fp32_units(
     Raises:
         ValueError: a policy that is not fp32; a model already sharded; an fp32 parameter that is tied to one outside
             its unit; a bare fp32 parameter directly in the model or in one of its layers (``_no_split_modules``), which
-            you are about to shard yourself. The model is unchanged then.
-        RuntimeError: from the first forward, if no ``fully_shard`` has taken the rest of a unit's weights.
+            you are about to shard yourself; fp32 adapters of PEFT's ``target_parameters``. The model is unchanged then.
+        RuntimeError: from the first forward, if no ``fully_shard`` has taken the rest of a unit's trainable weights
+            (frozen ones would only stay whole on every rank, and nothing is said).
     """
     policy = mp_policy or MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
     if policy.param_dtype not in (None, torch.float32):
@@ -210,7 +236,8 @@ def shard_fp32_units(
     _say_without_gradient(model)
     if not names:
         return names
-    bare = sorted({_reader(model, name) for name in names.parameters})
+    called = _called(model)
+    bare = sorted({_reader(model, name, called) for name in names.parameters})
     owners = [name for name in bare if not any(_below(name, other) for other in bare)]
     wholes = [name for name in names.modules if not any(_below(name, owner) for owner in owners)]
     _check(model, wanted, owners, wholes)
@@ -237,17 +264,17 @@ def shard_fp32_units(
         ]
         fully_shard(unit, **options, ignored_params={value for _, _, value in rest})
         place, _, key = name.rpartition(".")
-        while not _has_forward(model.get_submodule(place)):  # a ModuleList counts its children
+        while model.get_submodule(place) not in called:  # a ModuleList counts its children
             place, _, above = place.rpartition(".")
             key = f"{above}_{key}"
         model.get_submodule(place).add_module(f"rest_of_{key}", _Rest(name, unit, rest))
     return names
 
 
-def _reader(model: nn.Module, parameter: str) -> str:
+def _reader(model: nn.Module, parameter: str, called: set[nn.Module]) -> str:
     """The innermost module around ``parameter`` that is called: not a ParameterList."""
     name = parameter.rpartition(".")[0]
-    while name and not _has_forward(model.get_submodule(name)):
+    while name and model.get_submodule(name) not in called:
         name = name.rpartition(".")[0]
     return name
 
@@ -291,6 +318,15 @@ def _check(model: nn.Module, wanted: set[int], owners: list[str], wholes: list[s
             walk(child, f"{name}.{key}" if name else key, unit, sharded)
 
     walk(model, "", "", False)
+    for name, module in model.named_modules():
+        adapters = module if any(kind.__name__ == "ParamWrapper" for kind in type(module).__mro__) else None
+        for key, child in adapters.named_children() if adapters else ():
+            if key.startswith("lora_") and any(id(value) in wanted for value in child.parameters()):
+                raise _error(
+                    f"found fp32 adapters in {name}.{key}, whose weights PEFT's ParamWrapper reads without calling them",
+                    "adapters of target_parameters in the dtype of the weights they adapt",
+                    "cast them to the base model's dtype: get_peft_model(..., autocast_adapter_dtype=False)",
+                )
     for places in unit_of.values():
         if len(places) > 1:
             raise _error(
@@ -338,7 +374,7 @@ class _Rest(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _settle(self, *_: Any) -> None:
-        """At the unit's first forward, all must have been taken: gradients of the others would not be reduced."""
+        """At the unit's first forward, every trainable one must be taken: gradients of others would not be reduced."""
         self._handle.remove()
         alive = [(module._parameters.get(key), value()) for module, key, value in self._unsharded]
         left = [value for now, value in alive if value is not None and now is value]

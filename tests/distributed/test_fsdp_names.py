@@ -176,6 +176,55 @@ def test_an_fp32_tower_is_gathered_layer_by_layer_and_a_parameter_dict_is_read_b
     assert torch.equal(model(x), whole(x))
 
 
+class Mixer(nn.Module):
+    """Hands the weight of a child to a kernel, as the hybrid models do with ``conv1d``; ``norm`` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.conv1d, self.norm = nn.Conv1d(4, 4, 1, groups=4, bias=False), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel_forward(self.proj(x.to(self.proj.weight.dtype)))
+
+    def kernel_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.to(self.norm.weight.dtype) * self.conv1d.weight.view(-1))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_child_whose_weight_the_parent_reads_is_gathered_with_the_parent() -> None:
+    model = nn.Sequential(nn.Sequential(Mixer()))
+    whole = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (1,))
+    assert fsdp.shard_fp32_units(model, mesh) == Fp32Units(("0.0.norm",), ("0.0.conv1d.weight",))
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(2, 4)
+    assert torch.equal(model(x), whole(x))
+    model(x).square().sum().backward()
+    whole(x).square().sum().backward()
+    for name, value in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad.full_tensor(), value.grad), name
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fp32_adapters_of_target_parameters_are_refused() -> None:
+    class ParamWrapper(nn.Module):  # PEFT's, which reads self.lora_A[adapter].weight
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base_layer(x)
+
+    model = nn.Sequential(ParamWrapper())
+    with pytest.raises(ValueError, match=r"found fp32 adapters in 0.lora_A.*autocast_adapter_dtype=False"):
+        fsdp.shard_fp32_units(model, init_device_mesh("cpu", (1,)))
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    model[0].lora_A.bfloat16()
+    assert not fsdp.shard_fp32_units(model, init_device_mesh("cpu", (1,)))
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("freeze", [False, True])
 def test_fsdp1_decays_an_indexer_that_is_not_frozen(freeze: bool) -> None:
