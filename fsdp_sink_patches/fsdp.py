@@ -323,7 +323,7 @@ def _check(model: nn.Module, wanted: set[int], owners: list[str], wholes: list[s
         for key, child in adapters.named_children() if adapters else ():
             if key.startswith("lora_") and any(id(value) in wanted for value in child.parameters()):
                 raise _error(
-                    f"found fp32 adapters in {name}.{key}, whose weights PEFT's ParamWrapper reads without calling them",
+                    f"found fp32 adapters in {name}.{key}, whose weights PEFT's ParamWrapper reads, not calling them",
                     "adapters of target_parameters in the dtype of the weights they adapt",
                     "cast them to the base model's dtype: get_peft_model(..., autocast_adapter_dtype=False)",
                 )

@@ -39,8 +39,8 @@ _FILLED_BY = "_filled_by_deepseek_v4_packing"
 _UNPADDED, _LEFT_PADDED = "unpadded rows", "left-padded rows"
 _OTHER = "packed, cut, right-padded or gapped rows"
 _STAYED_EMPTY = (
-    " If generate made this mask, its cache stayed empty, because gradient checkpointing in training mode drops it: call "
-    "model.eval() or model.gradient_checkpointing_disable() before generate."
+    " If generate made this mask, its cache stayed empty, because gradient checkpointing in training mode drops it: "
+    "call model.eval() or model.gradient_checkpointing_disable() before generate."
 )
 
 

@@ -68,6 +68,8 @@ def hold(model: nn.Module, fresh: bool) -> None:
         return
     for path, module in model.named_modules():
         if module in _held:
+            if not fresh:
+                _follow_config(module, _held[module])
             _show(module, _held[module], again=True)
         elif names := _names(module):
             source = _source(module, names, fresh)
@@ -80,6 +82,13 @@ def hold(model: nn.Module, fresh: bool) -> None:
             dynamic = "dynamic" in _rope(module)
             _held[module] = held = _Held(source, source.copies(), dynamic, _lengths(module, dynamic))
             _show(module, held, again=True)
+
+
+def _follow_config(module: nn.Module, held: _Held) -> None:
+    """Take over what the module's config says now, where it was changed and the weights are initialised again."""
+    built = _built_again(module, list(held.truth))
+    if built is not None and built is not held.source and not held.dynamic:
+        held.source, held.truth = built, {**built.copies()}
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -191,10 +200,36 @@ def _lend(module: nn.Module, held: _Held) -> bool:
     if form is None:
         return False
     _move(held, form[0])
+    _say_what_is_undone(module, held)
     for name, truth in held.truth.items():
         held.lent[name] = truth if form[1] == torch.float32 else truth.double()
         _place(module, name)[name] = held.lent[name]
     return True
+
+
+def _say_what_is_undone(module: nn.Module, held: _Held) -> None:
+    """Warn once a class of fp32 frequencies that somebody put in place by hand, since they are not used.
+
+    Casts, moves and loads don't come here: they put the copies right at once.
+    """
+    if type(module) in _undone:
+        return
+    for name, (shown, version, _) in held.shown.items():
+        now = _place(module, name).get(name)
+        assigned = is_real(now) and now is not shown and now is not held.truth.get(name)
+        written = now is shown and shown._version != version
+        if (assigned or written) and not torch.equal(now.to(held.truth[name]), held.truth[name]):
+            _undone.add(type(module))
+            _log.warning(
+                "transformers.rotary-buffers: found other values in %s of a %s than its config gives, and undid them; "
+                "expected the config's. To scale positions, change config.rope_parameters (rope_scaling in 4.57) "
+                "before the model is built; to keep values of your own, disable this patch.",
+                name, type(module).__qualname__,
+            )  # fmt: skip
+            return
+
+
+_undone: set[type] = set()
 
 
 def _adopt(module: nn.Module, held: _Held) -> None:
@@ -265,6 +300,13 @@ class _Holding(nn.Module):
     """What the class of a module that is taken on has before upstream's class."""
 
     _upstream: type
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Called again on a module that exists, with another config: what it builds now is what is held from here on.
+        _held.pop(self, None)
+        super().__init__(*args, **kwargs)
+        if _is_ours(PreTrainedModel.post_init):
+            hold(self, fresh=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         held = None if torch.compiler.is_compiling() else _in_force(self)

@@ -679,13 +679,39 @@ def built_of_fakes() -> Any:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     real = llama()
-    found = []
+    found, said = [], len(LOG)
     for options in ({}, {"allow_non_fake_inputs": True}):
         with FakeTensorMode(**options):  # type: ignore[arg-type]
             one = _again(real)
             logits = one(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False).logits
         found.append(isinstance(logits, FakeTensor) and all(isinstance(b, FakeTensor) for b in one.buffers()))
-    return [*found, _equal(_frequencies(_again(real)), _frequencies(real)), list(LOG)]
+    return [*found, _equal(_frequencies(_again(real)), _frequencies(real)), LOG[said:]]
+
+
+@scenario
+def changed_by_hand() -> Any:
+    """Frequencies that somebody scales by 8 in a built model, four ways; what holds, and what is said."""
+    import transformers
+
+    eighth, said = {}, len(LOG)
+    for way in ("assigned", "in place", "registered", "built again"):
+        model: Any = qwen3()
+        rotary = model.model.rotary_emb
+        truth = rotary.inv_freq.clone()
+        if way == "assigned":
+            rotary.inv_freq = truth / 8
+        elif way == "in place":
+            rotary.inv_freq.div_(8)
+        elif way == "registered":
+            rotary.register_buffer("inv_freq", truth / 8, persistent=False)
+        else:
+            scaling = {"rope_type": "linear", "factor": 8.0, "rope_theta": model.config.rope_theta} if (
+                transformers.__version__ < "5"
+            ) else {**model.config.rope_parameters, "rope_type": "linear", "factor": 8.0}  # fmt: skip
+            rotary.__init__(_config("Qwen3Config", rope_scaling=scaling))
+        _output(model)
+        eighth[way] = torch.equal(rotary.inv_freq * 8, truth)
+    return {"eighth": eighth, "said": LOG[said:]}
 
 
 @scenario

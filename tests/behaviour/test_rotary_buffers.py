@@ -34,6 +34,7 @@ SAME = ("random_state", "generated", "double", "old_checkpoint", "classes")
 FAILING = ("inference_then_training", "shared_module", "handed_out", "on_meta", "unknown_module", "unpickled")
 ONCE = (
     "built_of_fakes",
+    "changed_by_hand",
     "owners",
     "double_is_steady",
     "threads",
@@ -153,6 +154,15 @@ def test_a_model_of_fake_tensors_is_upstreams(patched: Results) -> None:
     *right, log = patched["built_of_fakes"]
     assert right == [True, True, True]
     assert not any("without fp32 values" in line for line in log)
+
+
+def test_what_is_changed_by_hand_is_undone_aloud(patched: Results) -> None:
+    """Only what a module is built from again holds."""
+    found = patched["changed_by_hand"]
+    assert found["eighth"] == {"assigned": False, "in place": False, "registered": False, "built again": True}
+    (said,) = found["said"]
+    assert "found other values in inv_freq of a Qwen3RotaryEmbedding" in said
+    assert "disable this patch" in said
 
 
 def test_a_module_with_parameters_is_never_built_again(patched: Results) -> None:
