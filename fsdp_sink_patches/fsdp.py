@@ -169,7 +169,8 @@ def _called(model: nn.Module) -> set[nn.Module]:
     """
     called = {module for module in model.modules() if type(module).forward is not nn.Module.forward}
     for module in model.modules():
-        called -= {child for name, child in module.named_children() if name in _read_children(type(module))}
+        kind: Any = type(module)
+        called -= {child for name, child in module.named_children() if name in _read_children(kind)}
     return called
 
 

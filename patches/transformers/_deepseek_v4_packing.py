@@ -185,7 +185,7 @@ def _positions(position_ids: Tensor | None, mask: Tensor | None, tokens: Tensor,
 
 def _counted_over_tokens(positions: Tensor, real: Tensor) -> Tensor:
     """The positions that documents have without the padding inside them, which ``positions`` may or may not count."""
-    positions, real = torch.broadcast_tensors(positions, real)
+    positions, real = torch.broadcast_tensors(positions, real)  # type: ignore[no-untyped-call]
     columns = torch.arange(real.shape[1], device=real.device).expand(real.shape)
     before = F.pad(torch.where(real, columns, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
     step = positions - positions.gather(1, before.clamp(min=0))

@@ -215,7 +215,7 @@ def _say_what_is_undone(module: nn.Module, held: _Held) -> None:
     if type(module) in _undone:
         return
     for name, (shown, version, _) in held.shown.items():
-        now = _place(module, name).get(name)
+        now: Any = _place(module, name).get(name)
         assigned = is_real(now) and now is not shown and now is not held.truth.get(name)
         written = now is shown and shown._version != version
         if (assigned or written) and not torch.equal(now.to(held.truth[name]), held.truth[name]):
