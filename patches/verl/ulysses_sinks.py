@@ -8,7 +8,8 @@ sinks of other heads.
 What is worse needs no sinks: the wrapper sits in the flash path alone. Under eager, sdpa and flex attention every token
 attends inside its own rank's shard of the row, in any model, without a word (mean log-prob error 0.35 for a llama on
 two ranks). The all-to-all can't be added there from outside, because the model has built its mask from the shard; so
-this is refused, with the implementations that work.
+this is refused, with the implementations that work. Not seen: layers that carry a state along the row (linear
+attention, Mamba), which verl gathers for Qwen3.5 only.
 """
 
 from __future__ import annotations
@@ -57,12 +58,17 @@ def apply_monkey_patch(original: Callable[..., Any], model: Any, ulysses_sp_size
         text = model.config.get_text_config()
         found = getattr(text, "_attn_implementation", None)
         if found in LOCAL:
+            flash = (
+                "+model.override_config.attn_implementation=flash_attention_2 (with transformers.flash-sinks it "
+                "computes sinks exactly, and needs no flash-attn package), or "
+            )
             raise NotImplementedError(
                 f"verl.ulysses-sinks: {type(model).__name__} runs {found} attention with "
                 f"ulysses_sequence_parallel_size={ulysses_sp_size}; its tokens would attend inside their own rank's "
                 "part of each row only. Expected a flash implementation, the only one that verl gathers the heads "
-                "for. Set +model.override_config.attn_implementation=flash_attention_2 (with transformers.flash-sinks "
-                "it computes sinks exactly, and needs no flash-attn package), or ulysses_sequence_parallel_size=1."
+                f"for. Set {flash if getattr(model, '_supports_flash_attn', True) else ''}"
+                "ulysses_sequence_parallel_size=1. If your own attention gathers the row itself, leave this patch out: "
+                "FSDP_SINK_PATCHES_DISABLE=verl.ulysses-sinks."
             )
     return out
 
