@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,8 +27,15 @@ def with_block_mask(original: Callable[..., Any], result: Any, a: tuple[Any, ...
     mask = result[1]
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return result
+    config = a[0] if a else k["config"]
+    if _uses_masks_itself(config):
+        return result
+    if mask.shape[1] not in (1, config.num_attention_heads) and mask.stride(1) != 0:
+        return result  # heads of another sharding: upstream reads the first, a BlockMask would be read past its end
     if mask.dtype != torch.bool and torch.compiler.is_compiling():
         return result  # whether it is a mask or a bias is in its values
+    if not mask.is_floating_point() and mask.dtype != torch.bool and not _zeros_and_ones(mask):
+        return result  # integers that are added, such as 0 and -10**9
     queries, keys, offset = _lengths(original, a, k)
     if offset != 0 or mask.shape[2] != queries or mask.shape[3] < keys:
         return result
@@ -35,6 +43,17 @@ def with_block_mask(original: Callable[..., Any], result: Any, a: tuple[Any, ...
         return (result[0], to_block_mask(mask[..., :keys]), *result[2:])
     except NotAMaskError:
         return result
+
+
+def _uses_masks_itself(config: Any) -> bool:
+    """Whether the config's modelling file names BlockMask, as doge's does: it adds up masks that are tensors only."""
+    modelling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return hasattr(modelling, "BlockMask")
+
+
+def _zeros_and_ones(mask: Tensor) -> bool:
+    low, high = mask.aminmax()
+    return int(low) >= 0 and int(high) == 1
 
 
 def _lengths(original: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]) -> tuple[int, int, int]:

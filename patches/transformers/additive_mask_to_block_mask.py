@@ -8,10 +8,11 @@ CPU build of torch 2.13 corrupts its memory in the compiled kernel.
 
 With the patch the mask becomes a BlockMask where upstream hands it through, without a copy. Left to upstream, as they
 were: other implementations, masks that hold a bias (finite numbers that are not 0) or that learn, masks shorter than
-the keys, and additive masks inside ``torch.compile``, where their values can't be looked at. A mask of integers is
-refused with advice, since added to the scores it hides nothing. A row that sees nothing gives 0, where adding the
-dtype's lowest number to the whole row gives the mean of all values. A dict of masks, and a model or draft that calls
-the attention function with a tensor itself, do not pass this place.
+the keys, and additive masks inside ``torch.compile``, where their values can't be looked at. A mask of the
+integers 0 and 1 is refused with advice, since added to the scores it hides nothing; other integers, heads that are not
+the config's, and models that name BlockMask themselves (doge adds up masks that are tensors) are left to upstream too.
+A row that sees nothing gives 0, where adding the dtype's lowest number to the whole row gives the mean of all values. A
+dict of masks, and a model or draft that calls the attention function with a tensor itself, do not pass this place.
 """
 
 from __future__ import annotations

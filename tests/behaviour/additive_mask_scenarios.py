@@ -120,6 +120,35 @@ def integers() -> Any:
 
 
 @scenario
+def integers_that_are_added() -> Any:
+    return error((~visible()).long() * -(10**9), exact_mask=added(visible()))
+
+
+@scenario
+def heads_of_another_number() -> Any:
+    """Upstream reads the first of two heads for all four."""
+    return error(added(visible()).repeat(1, 2, 1, 1), exact_mask=added(visible()))
+
+
+@scenario
+def doge() -> Any:
+    """How far the last token moves earlier logits; the model adds up masks that are tensors, and drops BlockMasks."""
+    torch.manual_seed(0)
+    config = transformers.DogeConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    given = helper()
+    model = transformers.DogeForCausalLM._from_config(config, attn_implementation="flex_attention").eval()
+    ids, mask = given.tokens(1, LENGTH, "cpu"), added(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril())
+    other = ids.clone()
+    other[:, -1] = (other[:, -1] + 7) % 256
+    with given.uncompiled(), torch.no_grad():
+        a, b = (model(input_ids=i, attention_mask=mask, use_cache=False).logits for i in (ids, other))
+    return {"earlier": float((a - b)[:, :-1].abs().max()), "last": float((a - b)[:, -1].abs().max())}
+
+
+@scenario
 def one_mask_for_the_batch() -> Any:
     return error(visible(batch=1))
 

@@ -12,9 +12,9 @@ ID = "transformers.additive-mask-to-block-mask"
 RIGHT = 1e-5
 WRONG_UPSTREAM = ("boolean", "boolean_per_head", "additive_per_head", "expanded_over_the_batch", "hybrid",
                   "wider_than_the_keys", "with_a_cache")  # fmt: skip
-RIGHT_UPSTREAM = ("additive", "infinite", "bias")
+RIGHT_UPSTREAM = ("additive", "infinite", "bias", "integers_that_are_added", "heads_of_another_number")
 BOTH = (*WRONG_UPSTREAM, *RIGHT_UPSTREAM, "integers", "one_mask_for_the_batch", "rows_that_see_nothing",
-        "what_the_layers_get", "validated")  # fmt: skip
+        "what_the_layers_get", "validated", "doge")  # fmt: skip
 
 Run = Callable[..., Results]
 
@@ -55,6 +55,12 @@ def test_one_mask_serves_the_batch(with_patch: Results, upstream: Results) -> No
 def test_integers_are_refused(with_patch: Results, upstream: Results) -> None:
     assert "pass mask.bool() if 1 means visible" in with_patch["integers"]["raises"]
     assert upstream["integers"] > 1e-2
+
+
+def test_models_that_add_up_their_masks_keep_them(with_patch: Results, upstream: Results) -> None:
+    assert with_patch["doge"]["earlier"] == 0
+    assert with_patch["doge"]["last"] > 1e-2
+    assert with_patch["doge"] == upstream["doge"]
 
 
 def test_a_row_that_sees_nothing_gives_zero(with_patch: Results, upstream: Results) -> None:
