@@ -30,7 +30,7 @@ def with_block_mask(original: Callable[..., Any], result: Any, a: tuple[Any, ...
     config = a[0] if a else k["config"]
     if _uses_masks_itself(config):
         return result
-    if mask.shape[1] not in (1, config.num_attention_heads) and mask.stride(1) != 0:
+    if mask.shape[1] != 1 and mask.stride(1) != 0 and mask.shape[1] != vars(config).get("num_attention_heads"):
         return result  # heads of another sharding: upstream reads the first, a BlockMask would be read past its end
     if mask.dtype != torch.bool and torch.compiler.is_compiling():
         return result  # whether it is a mask or a bias is in its values
