@@ -21,7 +21,8 @@ With the patch every model keeps its frequencies in fp32 outside its buffers, fr
 Limits:
 
 - Apply before the model is built; one that exists already is taken on by its next ``initialize_weights()``.
-- Whoever changes ``inv_freq`` on purpose finds the change undone: change the config and build the rotary module anew.
+- Whoever changes ``inv_freq`` by hand finds the change undone, and a warning: change the config and build the rotary
+  module anew (calling its ``__init__`` again will do), or disable this patch.
 - Under ``torch.compile`` the forward is upstream's and reads the buffers, so FSDP1's ``buffer_dtype`` around a model
   compiled whole, and writes through raw memory, still reach it.
 - ``model.double()`` gives fp64 buffers of the same values.
