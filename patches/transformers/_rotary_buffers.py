@@ -38,6 +38,8 @@ class _Held:
         shown: what the module's attributes hold between forwards, with its ``_version`` and that of the truth at the
             time when both were equal.
         lent: what upstream's forward was last handed; in an fp64 model that is not ``truth`` itself.
+        rebuilt: ``source`` is what the module gives when it is built again, so that it can follow a changed config.
+        looked: a write in place was looked at; DDP writes before every forward, and looking waits for the device.
     """
 
     source: Frequencies
@@ -46,6 +48,8 @@ class _Held:
     lengths: tuple[Any, ...]
     shown: dict[str, tuple[Tensor, int, int]] = field(default_factory=dict)
     lent: dict[str, Tensor] = field(default_factory=dict)
+    rebuilt: bool = False
+    looked: bool = False
 
 
 _held: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()  # not in the modules: a pickle would carry it
@@ -81,13 +85,16 @@ def hold(model: nn.Module, fresh: bool) -> None:
                 module.__class__ = _holding(upstream)
             dynamic = "dynamic" in _rope(module)
             _held[module] = held = _Held(source, source.copies(), dynamic, _lengths(module, dynamic))
+            held.rebuilt = source is _built_again(module, names)
             _show(module, held, again=True)
 
 
 def _follow_config(module: nn.Module, held: _Held) -> None:
     """Take over what the module's config says now, where it was changed and the weights are initialised again."""
+    if not held.rebuilt or held.dynamic:
+        return
     built = _built_again(module, list(held.truth))
-    if built is not None and built is not held.source and not held.dynamic:
+    if built is not None and built is not held.source:
         held.source, held.truth = built, {**built.copies()}
 
 
@@ -217,7 +224,8 @@ def _say_what_is_undone(module: nn.Module, held: _Held) -> None:
     for name, (shown, version, _) in held.shown.items():
         now: Any = _place(module, name).get(name)
         assigned = is_real(now) and now is not shown and now is not held.truth.get(name)
-        written = now is shown and shown._version != version
+        written = now is shown and shown._version != version and not held.looked
+        held.looked |= written
         if (assigned or written) and not torch.equal(now.to(held.truth[name]), held.truth[name]):
             _undone.add(type(module))
             _log.warning(
@@ -338,7 +346,9 @@ class _Holding(nn.Module):
         if (held := _in_force(self)) is not None:
             _catch_up(self, held)
             truth = {name: copied(tensor, tensor.device) for name, tensor in held.truth.items()}
-            _held[twin] = _Held(held.source, truth, held.dynamic, _lengths(twin, held.dynamic))
+            _held[twin] = _Held(
+                held.source, truth, held.dynamic, _lengths(twin, held.dynamic), rebuilt=held.rebuilt, looked=held.looked
+            )
             _show(twin, _held[twin])
         return twin
 

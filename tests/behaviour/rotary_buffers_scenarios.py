@@ -715,6 +715,40 @@ def changed_by_hand() -> Any:
 
 
 @scenario
+def initialized_again() -> Any:
+    """The first frequency after ``initialize_weights()``: of a module that keeps its factor of 8 nowhere, of a model
+    whose config was changed, and of one whose config was not."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+    class Scaled(nn.Module):
+        def __init__(self, config: Any, factor: float = 1.0) -> None:
+            super().__init__()
+            self.config = config
+            self.register_buffer("inv_freq", factor / torch.arange(1, 9).float(), persistent=False)
+
+    class Model(LlamaPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scaled = Scaled(config, 8.0)
+            self.post_init()
+
+    unkept: Any = Model(_config("LlamaConfig"))
+    unkept.initialize_weights()
+    same: Any = qwen3()
+    same.initialize_weights()
+    changed: Any = qwen3()
+    rotary = changed.model.rotary_emb
+    if transformers.__version__ >= "5":
+        rotary.config.rope_parameters = {**rotary.config.rope_parameters, "rope_theta": 100.0}
+    else:
+        rotary.config.rope_theta = 100.0
+    changed.initialize_weights()
+    last = [float(model.model.rotary_emb.inv_freq[-1]) for model in (same, changed)]
+    return {"unkept": float(unkept.scaled.inv_freq[0]), "follows": last[1] > 2 * last[0]}
+
+
+@scenario
 def owners() -> Any:
     """Modules with more than frequencies: how many are constructed on the way, and whether theirs are held."""
     from transformers import LlamaConfig

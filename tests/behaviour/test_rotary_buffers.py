@@ -35,6 +35,7 @@ FAILING = ("inference_then_training", "shared_module", "handed_out", "on_meta", 
 ONCE = (
     "built_of_fakes",
     "changed_by_hand",
+    "initialized_again",
     "owners",
     "double_is_steady",
     "threads",
@@ -163,6 +164,10 @@ def test_what_is_changed_by_hand_is_undone_aloud(patched: Results) -> None:
     (said,) = found["said"]
     assert "found other values in inv_freq of a Qwen3RotaryEmbedding" in said
     assert "disable this patch" in said
+
+
+def test_weights_that_are_initialized_again_follow_the_config_alone(patched: Results) -> None:
+    assert patched["initialized_again"] == {"unkept": 8.0, "follows": True}
 
 
 def test_a_module_with_parameters_is_never_built_again(patched: Results) -> None:
