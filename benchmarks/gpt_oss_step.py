@@ -24,6 +24,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fsdp_sink_patches
+from fsdp_sink_patches.ops import sink_attention
 from fsdp_sink_patches.ops.sink_attention import _backends, backends
 
 WIDTH: dict[str, Any] = {
@@ -86,18 +87,16 @@ def without_flash_packages() -> None:
 
 @contextlib.contextmanager
 def sinks_left_out() -> Iterator[None]:
-    """transformers' flash attention as a model without sinks calls it."""
-    from transformers.integrations.flash_attention import flash_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def forward(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
-        return flash_attention_forward(*args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = forward
+    """The same calls with no sinks."""
+    names = "flash_attn_func", "flash_attn_varlen_func"
+    kept = {name: getattr(sink_attention, name) for name in names}
+    for name, function in kept.items():
+        setattr(sink_attention, name, lambda *a, s_aux=None, _function=function, **k: _function(*a, **k))
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+        for name, function in kept.items():
+            setattr(sink_attention, name, function)
 
 
 def main() -> None:

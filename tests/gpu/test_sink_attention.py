@@ -210,7 +210,7 @@ def test_dense_batches_and_transposed_layouts(backend):
 @pytest.mark.parametrize("head_dims", [(72, 72), (60, 60), (192, 128), (64, 40)])
 def test_odd_head_dims_are_padded(backend, head_dims):
     request = Request(
-        "cuda", torch.cuda.get_device_capability(), torch.bfloat16, *head_dims, 4, 4, False, False, True, False
+        "cuda", torch.cuda.get_device_capability(), torch.bfloat16, *head_dims, 4, 4, softcap=False, deterministic=False
     )
     chosen = next(b for b in BACKENDS if b.name == backend)
     if backend == "flash-attn-2" or chosen.refuses(request):
@@ -287,7 +287,7 @@ def test_kernels_equal_plain_torch(head_dim, tokens, slots, transposed):
         )
         merged, merged_lse = _kernels.merge(out.clone(), lse.clone(), sinks, slot_out, slot_lse)
         assert merged.isfinite().all()
-        assert relative_error(merged, wanted) <= 2e-3  # bf16 rounded once
+        assert relative_error(merged, wanted) <= 1.02 * relative_error(wanted.bfloat16(), wanted)  # rounded once
         torch.testing.assert_close(merged_lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
         dout = torch.randn_like(merged)
         torch.testing.assert_close(

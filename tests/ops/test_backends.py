@@ -175,7 +175,11 @@ def flash_attn_4(members: int) -> types.ModuleType:
         max_seqlen_k=None, deterministic=False, dlse=None, learnable_sink=None,
     ):  # fmt: skip
         window = bounds(causal, window_size_left, window_size_right)
-        return differentiate(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, softmax_scale, window, softcap)
+        grads = differentiate(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, softmax_scale, window, softcap)
+        if learnable_sink is None:
+            return grads
+        assert learnable_sink.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return *grads, _merge.sink_gradient(dout.double(), out.double(), lse.double(), learnable_sink)
 
     api._flash_attn_fwd, api._flash_attn_bwd = _flash_attn_fwd, _flash_attn_bwd
     return api
@@ -206,7 +210,12 @@ def attend(backend, given, part, dout):
     out, lse = backend.forward(q, k, v, part, sinks if native else None)
     if not native:
         out, lse = _merge.merge(out, lse, sinks)
-    return out, lse, backend.backward(dout, q, k, v, out, lse, part)
+    grads = backend.backward(dout, q, k, v, out, lse, part)
+    if backend.native_sink_gradient:
+        *again, dsinks = backend.backward_with_sinks(dout, q, k, v, out, lse, part, sinks.float())
+        torch.testing.assert_close(tuple(again), grads)
+        assert relative_error(dsinks, _merge.sink_gradient(dout, out, lse, sinks)) <= 1e-6  # the sinks went in as fp32
+    return out, lse, grads
 
 
 @pytest.mark.parametrize("kind", SINKS)

@@ -718,6 +718,18 @@ def test_bad_input_is_named(changes, message):
         linear_cross_entropy(**arguments)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_an_ignored_token_holds_is_not_in_the_loss(recompute, frozen):
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(4, 8), torch.randn(11, 8), torch.tensor([1, -100, 3, 4])
+    expected = linear_cross_entropy(hidden, weight, labels)
+    hidden[1] = float("nan")
+    weight.requires_grad_(not frozen)
+    found = linear_cross_entropy(hidden.requires_grad_(), weight, labels, recompute=recompute)
+    assert torch.equal(found.detach(), expected)
+
+
 def test_where_nobody_looks_a_label_outside_gives_nan(small_blocks):
     """On CUDA looking would wait for the device; under torch.compile nobody can. Loss and gradients then say so."""
     hidden, weight, _, _, _ = case(3, 23)

@@ -111,6 +111,7 @@ def gradients(
                 add_product(dblock, dz.t(), hidden[tile])
             if dbias is not None:
                 dbias[block] += dz.sum(0, dtype=total)
+            del dz  # before the next one is made
         if dweight is not None and dblock is not None:
             dweight[block] = dblock
 
@@ -158,7 +159,7 @@ def loss_and_gradients(
         _update(of_tile, z, label, cool, 0, options)
         found = _finish(of_tile, label, vocab)
         terms, dfound = loss_of(found, label_smoothing, z_loss)
-        loss += (terms * weights).sum()
+        loss += torch.where(weights != 0, terms * weights, 0.0).sum()  # whatever an ignored token holds, NaN too
         if not any(needs):
             continue
         row_terms = coefficients(dfound * weights, found, label, vocab, cool)
@@ -169,6 +170,7 @@ def loss_and_gradients(
             add_product(dweight, dz.t(), hidden[tile])
         if dbias is not None:
             dbias += dz.sum(0, dtype=total)
+        del dz  # before the next one is made
     return loss, dhidden, dweight, dbias
 
 

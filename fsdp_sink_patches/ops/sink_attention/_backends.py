@@ -77,6 +77,7 @@ class Backend:
 
     name: str
     native_sinks = False
+    native_sink_gradient = False
 
     def unavailable(self) -> str | None:
         """Why this backend cannot be used in this process, or None."""
@@ -97,6 +98,12 @@ class Backend:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dq, dk, dv`` of a part, given the merged ``out`` and ``lse``."""
+        raise NotImplementedError
+
+    def backward_with_sinks(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, sinks: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same and ``dsinks``, for a backend with ``native_sink_gradient``."""
         raise NotImplementedError
 
 
@@ -367,6 +374,7 @@ class FlashAttn4(_Flash):
 
     name = "flash-attn-4"
     native_sinks = True
+    native_sink_gradient = True
     oldest = Version("4.0.0b26")
     min_capability = (9, 0)
 
@@ -404,11 +412,25 @@ class FlashAttn4(_Flash):
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
-        api: Any = importlib.import_module("flash_attn.cute.interface")
-        dq, dk, dv, *_ = api._flash_attn_bwd(
-            q, k, v, out, dout, lse, **self._shared(part), deterministic=part.deterministic
-        )
+        dq, dk, dv = self._differentiate(dout, q, k, v, out, lse, part, None)
         return dq, dk, dv
+
+    def backward_with_sinks(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, sinks: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dims = (q.shape[-1], v.shape[-1])
+        qp, kp, vp = self._padded(q, k, v)
+        width = vp.shape[-1] - dims[1]
+        dq, dk, dv, dsinks = self._differentiate(_pad(dout, width), qp, kp, vp, _pad(out, width), lse, part, sinks)
+        return dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]], dsinks
+
+    def _differentiate(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, sinks: Tensor | None
+    ) -> Any:
+        api: Any = importlib.import_module("flash_attn.cute.interface")
+        return api._flash_attn_bwd(
+            q, k, v, out, dout, lse, **self._shared(part), deterministic=part.deterministic, learnable_sink=sinks
+        )
 
     @staticmethod
     def _shared(part: Part) -> dict[str, Any]:

@@ -104,12 +104,14 @@ def merge(
     """:func:`._merge.merge` as one kernel, in place where ``out`` is contiguous."""
     batch, tokens, heads, head_dim = out.shape
     lse = lse.contiguous()
+    # Never over ``lse``: several warps hold the same rows of it, and one may read what another has stored.
+    merged_lse = torch.empty_like(lse)
     merged = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     block = _block_tokens(head_dim)
     slot = slot_out if slot_out is not None else out
     _merge_kernel[(heads, triton.cdiv(tokens, block), batch)](
         out, lse, slot, lse if slot_lse is None else slot_lse.contiguous(), lse if s_aux is None else s_aux,
-        merged, lse,
+        merged, merged_lse,
         tokens, heads,
         out.stride(0), out.stride(1), out.stride(2), slot.stride(0), slot.stride(1), slot.stride(2),
         merged.stride(0), merged.stride(1), merged.stride(2),
@@ -117,7 +119,7 @@ def merge(
         D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_T=block,
         num_warps=4,
     )  # fmt: skip
-    return merged, lse
+    return merged, merged_lse
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, s_aux: Tensor) -> Tensor:

@@ -184,13 +184,17 @@ def _backward(
     )  # fmt: skip
     chosen = _choose(q, k, v, part, backend)
     dout = dout.contiguous()
-    dsinks = _absent(q)
-    if need_sinks and s_aux is not None:
-        dsinks = _merge.sink_gradient(dout, out, lse, s_aux)
-    if q.numel() == 0 or k.numel() == 0:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    wanted = s_aux if need_sinks else None
+    nothing = q.numel() == 0 or k.numel() == 0
+    native = chosen.native_sink_gradient and wanted is not None and wanted.dtype != torch.float64 and not nothing
+    if native and wanted is not None:
+        dq, dk, dv, dsinks = chosen.backward_with_sinks(dout, q, k, v, out, lse, part, wanted)
     else:
-        dq, dk, dv = chosen.backward(dout, q, k, v, out, lse, part)
+        dsinks = _absent(q) if wanted is None else _merge.sink_gradient(dout, out, lse, wanted)
+        if nothing:
+            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        else:
+            dq, dk, dv = chosen.backward(dout, q, k, v, out, lse, part)
     dslot_k, dslot_v = _absent(q), _absent(q)
     if slot_k is not None and slot_v is not None:
         dslot_k, dslot_v = torch.zeros_like(slot_k), torch.zeros_like(slot_v)
