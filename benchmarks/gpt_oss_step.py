@@ -103,6 +103,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seqlen", type=int, nargs="+", default=[8192])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="of the variants, e.g. 'ours, torch' 'no sinks, torch'"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     fsdp_sink_patches.apply("transformers.flash-sinks", "transformers.packed-masks")
@@ -111,6 +114,8 @@ def main() -> None:
     best = next(name for name, state in backends().items() if state == "available")
 
     def show(name: str, implementation: str, seqlen: int, documents: int) -> None:
+        if arguments.only and name not in arguments.only:
+            return
         rows.append(measure(name, implementation, seqlen, documents, arguments.repeats))
         r = rows[-1]
         figures = r.get("error") or f"{r['step_ms']:8.1f} ms {r['tokens_per_s']:9.0f} tokens/s {r['peak_gib']:6.1f} GiB"

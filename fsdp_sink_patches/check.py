@@ -286,22 +286,21 @@ def _gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if not options.json:
         for each in skipped:
             out.line(f"{each.patch}: {each.text}", "red" if each.fails else "dim")
-    with _progress(2 * len(runnable)) as step:
-        verdicts = [
-            _validate.validate(id, options.device, options.timeout, step, id in options.allow_drift) for id in runnable
-        ]
-    machine = _validate.environment() if verdicts and options.device == "cuda" else None
+    machine = _validate.environment() if runnable and options.device == "cuda" else None
+    verdicts: list[_validate.Verdict] = []
     written: dict[str, str] = {}
     unwritten: dict[str, str] = {}
-    if options.record and machine is not None:
-        cell = options.cell or _validate.cell_name(machine)
-        for verdict in verdicts:
-            if verdict.proves:
-                content = _validate.record(verdict, machine, cell, verdict.patch in options.allow_drift)
+    with _progress(2 * len(runnable)) as step:
+        for id in runnable:
+            drift = id in options.allow_drift
+            verdict = _validate.validate(id, options.device, options.timeout, step, drift)
+            verdicts.append(verdict)
+            if options.record and machine is not None and verdict.proves:  # at once: a run that is stopped keeps it
+                content = _validate.record(verdict, machine, options.cell or _validate.cell_name(machine), drift)
                 try:
-                    written[verdict.patch] = _shown(_validate.write(content, root))
+                    written[id] = _shown(_validate.write(content, root))
                 except OSError as error:
-                    unwritten[verdict.patch] = f"the record could not be written: {error}. Give another --record-dir."
+                    unwritten[id] = f"the record could not be written: {error}. Give another --record-dir."
     fails = any(each.fails for each in skipped) or not all(verdict.proves for verdict in verdicts) or bool(unwritten)
     if options.json:
         rows = [each.as_json() | {"record": None} for each in skipped]
