@@ -45,8 +45,8 @@ def no_worse(found, plain, exact, slack=1.02):
 @pytest.mark.parametrize(("tokens", "vocab"), [(1, 129280), (127, 20011), (2048, 50257), (1031, 151936)])
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
 def test_losses_are_no_worse_than_unchunked(dtype, tokens, vocab, options):
-    """With every option the losses are summed: most rows then have the same derivative of their label's logit, so how far
-    one rounding of it goes depends on where that number lies between two powers of two, and we round the sum's."""
+    """With every option the losses are summed: most rows then have the same derivative of their label's logit, so how
+    far one rounding of it goes depends on where it lies between two powers of two, and we round the sum's."""
     *given, labels = case(tokens, vocab, dtype=dtype)
     reduction = "sum" if options else "mean"
     scale = 2.0**12 if dtype == torch.float16 and reduction == "mean" else 1.0  # what a GradScaler brings
