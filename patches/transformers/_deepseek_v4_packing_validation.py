@@ -26,6 +26,7 @@ WIDE: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "q_lora_rank": 256,
     "o_lora_rank": 256,
+    "index_head_dim": 128,  # at least the rotary channels
     "sliding_window": 128,
     "compress_rates": {CSA: 4, HCA: 128},
     "initializer_range": 0.02,

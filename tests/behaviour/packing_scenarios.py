@@ -881,6 +881,18 @@ def validated() -> Any:
 
 
 @scenario
+def timed() -> Any:
+    """The model that the validation times, which a card alone builds, on a short row."""
+    from fsdp_sink_patches.patches.transformers import _deepseek_v4_models as models
+    from fsdp_sink_patches.patches.transformers import _deepseek_v4_packing_validation as validation
+
+    model = models.build(validation.LAYERS, **validation.WIDE)
+    ids, positions = validation.packed((130, 70), model.config.vocab_size, "cpu")
+    with torch.no_grad():
+        return list(model(input_ids=ids, position_ids=positions, use_cache=False).logits.shape)
+
+
+@scenario
 def held() -> Any:
     """That the patch is where it should be, and goes without a trace."""
     modelling = _modelling()

@@ -21,7 +21,7 @@ WRONG = 0.1
 BOTH = (
     "table", "cached_by_default", "gradients", "six_and_ten", "hash_routers", "padded", "padded_and_packed",
     "masked_inside", "padding_trains", "plain", "unpadded_cache", "generated", "unregistered", "prepared_masks",
-    "mask_dtype", "validated",
+    "mask_dtype", "validated", "timed",
 )  # fmt: skip
 PATCHED = (
     *BOTH, "bias_zeroed", "forms", "cut_rows", "continued", "reused_cache", "refused", "checkpointed",
@@ -261,6 +261,7 @@ def test_its_own_validation_proves_it(patched: Results, control: Results) -> Non
     assert patched["validated"]["right"]
     assert not control["validated"]["right"]
     assert min(control["validated"]["errors"].values()) > WRONG
+    assert patched["timed"] == control["timed"] == [1, 200, 512]
 
 
 def test_it_goes_without_a_trace(patched: Results) -> None:

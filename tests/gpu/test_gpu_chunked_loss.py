@@ -35,10 +35,12 @@ def run(compute, given, dtype=None):
     return [*(o.detach() for o in out), *torch.autograd.grad(total, inputs)]
 
 
-def no_worse(found, plain, exact, slack=1.02):
+def no_worse(found, plain, exact, slack=1.02, bias_slack=None):
     for index, (mine, unchunked, true) in enumerate(zip(found, plain, exact, strict=True)):
         error, allowed = relative_error(mine, true), relative_error(unchunked, true)
-        assert error <= slack * allowed + 1e-6, f"result {index}: {error} against {allowed} unchunked"
+        last = index == len(found) - 1 and bias_slack is not None
+        limit = (bias_slack if last else slack) * allowed + 1e-6
+        assert error <= limit, f"result {index}: {error} against {allowed} unchunked"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -54,12 +56,16 @@ def test_losses_are_no_worse_than_unchunked(dtype, tokens, vocab, options):
     def unchunked(h, w, b):
         return scale * reference.cross_entropy(h, w, labels, bias=b, reduction=reduction, **options)
 
+    # The bias has one large term a token, its label's: the error of so few roundings is itself uncertain, by
+    # sqrt(0.2 / n) of itself (uniform errors), for either of the two.
+    counted = int((labels != -100).sum())
+    bias_slack = 1.02 + 3 * (0.4 / max(counted, 1)) ** 0.5 if dtype.itemsize == 2 else 3
     plain, exact = run(unchunked, given), run(unchunked, given, torch.float64)
     for chunk, recompute in ((512, True), (64, True), (64, False), (4096, False)):
         settings = {"chunk_size": chunk, "recompute": recompute, "reduction": reduction, **options}
         found = run(lambda h, w, b, s=settings: scale * linear_cross_entropy(h, w, labels, bias=b, **s), given)
         # fp32 sums go in another order than one matmul's, and tanh is made of exp
-        no_worse(found, plain, exact, slack=1.02 if dtype.itemsize == 2 else 3)
+        no_worse(found, plain, exact, 1.02 if dtype.itemsize == 2 else 3, bias_slack)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
