@@ -6,10 +6,12 @@ verl 0.9 takes a machine without an accelerator for one with CUDA; older release
 from __future__ import annotations
 
 import contextlib
+import functools
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed
 
 
 def register() -> None:
@@ -83,7 +85,22 @@ def register() -> None:
     PlatformRegistry.register(platform="cpu")(CPU)
 
 
-if not hasattr(torch.cpu, "empty_cache"):
-    torch.cpu.empty_cache = lambda: None  # verl calls the device module's own, too
+def one_backend() -> None:
+    """verl asks for ``cpu:gloo,{device}:{backend}``, which names the CPU twice here."""
+    original = torch.distributed.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *a: Any, **k: Any) -> Any:
+        return original("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *a, **k)
+
+    torch.distributed.init_process_group = init_process_group
+
+
+one_backend()
+# What verl asks the device module for and torch.cpu lacks: a CPU keeps no cache and no count of its own.
+for _name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+    setattr(torch.cpu, _name, lambda *a, **k: 0)
+for _name in ("empty_cache", "reset_peak_memory_stats", "ipc_collect"):
+    setattr(torch.cpu, _name, lambda *a, **k: None)
 if find_spec("verl.plugin") is not None:
     register()

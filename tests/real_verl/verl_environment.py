@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +27,6 @@ else:
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 GATE = "cpu-verl0.9.1-transformers5.24"
-LAYERS = "import site; site.addsitedir({0!r})\n"
 
 
 @dataclass(frozen=True)
@@ -65,34 +63,50 @@ def make(folder: Path, source: Path) -> VerlEnv:
     """An environment in the empty ``folder``: the running interpreter's packages, and in front of them what the cell
     has and these have not, and this package's wheel, built in the empty folder ``source``.
     """
+    python = _layer(folder, Path(sys.executable))
+    if _version(Path(sys.executable), "verl") is None:
+        cell = tomllib.loads((ROOT / "compat_matrix" / "cells.toml").read_text(encoding="utf-8"))["cells"][GATE]
+        missing = [line for line in map(Requirement, cell["distributions"]) if not _met(line)]
+        alone = [line for line in missing if line.name in cell["no_deps"]]
+        _install(python, *[line for line in missing if line not in alone])
+        _install(python, "--no-deps", *alone)
+    _install(python, "--no-deps", "--no-build-isolation", _copy(source))
+    return VerlEnv(python, Version(_version(python, "verl") or ""))
+
+
+def extend(env: VerlEnv, folder: Path, *requirements: str) -> VerlEnv:
+    """``env`` with other releases in front of its own, in the empty ``folder``."""
+    python = _layer(folder, env.python)
+    _install(python, *requirements)
+    return VerlEnv(python, Version(_version(python, "verl") or ""))
+
+
+def _layer(folder: Path, below: Path) -> Path:
+    """The Python of a new environment that sees the packages of ``below`` behind its own."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     python = folder / "bin" / "python"
-    scheme = sysconfig.get_preferred_scheme("prefix")
-    site = Path(sysconfig.get_path("purelib", scheme, {"base": str(folder), "platbase": str(folder)}))
-    (site / "everything_else.pth").write_text(LAYERS.format(sysconfig.get_path("purelib")), encoding="utf-8")
-    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
-    if _version("verl") is None:
-        cells = tomllib.loads((ROOT / "compat_matrix" / "cells.toml").read_text(encoding="utf-8"))["cells"]
-        wanted = [Requirement(line) for line in cells[GATE]["distributions"]]
-        missing = [line for line in wanted if not _met(line)]
-        alone = [line for line in missing if line.name in cells[GATE]["no_deps"]]
-        _run(*install, *[line for line in missing if line not in alone], cwd=folder)
-        _run(*install, "--no-deps", *alone, cwd=folder)
-    _run(*install, "--no-deps", "--no-build-isolation", _copy(source), cwd=folder)
-    found = _run(python, "-c", "from importlib.metadata import version; print(version('verl'))", cwd=folder)
-    return VerlEnv(python, Version(found.strip()))
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site, packages = (_run(each, "-c", where, cwd=folder).strip() for each in (python, below))
+    (Path(site) / "everything_else.pth").write_text(f"import site; site.addsitedir({packages!r})\n", encoding="utf-8")
+    return python
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def _install(python: Path, *arguments: object) -> None:
+    command = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
+    _run(*command, *arguments, cwd=python.parent)
+
+
+def _version(python: Path, name: str) -> str | None:
+    program = "import sys\nfrom importlib.metadata import distributions\n"
+    program += "print(next((d.version for d in distributions(name=sys.argv[1])), ''))"
+    return _run(python, "-c", program, name, cwd=python.parent).strip() or None
 
 
 def _met(line: Requirement) -> bool:
-    version = _version(line.name)
-    return version is not None and line.specifier.contains(version, prereleases=True)
+    try:
+        return line.specifier.contains(metadata.version(line.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _copy(source: Path) -> Path:
