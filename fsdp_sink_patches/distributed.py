@@ -152,15 +152,14 @@ def _compare(report: Report, policy: str) -> None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     rank, size = dist.get_rank(), dist.get_world_size()
-    c10d = dist.distributed_c10d
-    store = c10d.PrefixStore("fsdp_sink_patches", c10d._get_default_store())
-    mine = [_comparable(report), _lines(report)]
-    store.set(str(rank), json.dumps(mine))
-    others = range(1, size) if rank == 0 else [0]
-    end = time.monotonic() + WAIT_SECONDS
-    theirs = {other: found for other in others if (found := _read(store, str(other), end)) is not None}
-    differing = [other for other, found in theirs.items() if found[0] != mine[0]]
-    if differing:
+    others = range(1, size) if rank == 0 else range(1)
+    mine = [_comparable(report), [_line(patch) for patch in report.patches]]
+    try:
+        theirs = _exchange(dist.distributed_c10d, rank, others, mine)
+    except Exception as error:  # a backend without a store of this kind, or a store that is gone
+        _log.warning("fsdp_sink_patches: the ranks could not be held against each other: %r", error)
+        return
+    if differing := [other for other, found in theirs.items() if found[0] != mine[0]]:
         zero, other = (mine, theirs[differing[0]]) if rank == 0 else (theirs[0], mine)
         text = _difference(differing if rank == 0 else [rank], zero, other)
         if policy == "stop":
@@ -176,6 +175,14 @@ def _compare(report: Report, policy: str) -> None:
         if _engine.is_strict():
             raise PatchError((), text)
         _log.error("%s", text)
+
+
+def _exchange(c10d: Any, rank: int, others: range, mine: Any) -> dict[int, Any]:
+    """Publish this rank's report; those of ``others`` that came in time."""
+    store = c10d.PrefixStore("fsdp_sink_patches", c10d._get_default_store())
+    store.set(str(rank), json.dumps(mine))
+    end = time.monotonic() + WAIT_SECONDS
+    return {other: found for other in others if (found := _read(store, str(other), end)) is not None}
 
 
 def _read(store: Any, key: str, end: float) -> Any:
@@ -197,10 +204,6 @@ def _comparable(report: Report) -> dict[str, str]:
         state = "in force" if patch.state in (State.APPLIED, State.ARMED) else str(patch.state)
         facts[patch.id] = f"{state} ({patch.distribution} {patch.version})"
     return facts
-
-
-def _lines(report: Report) -> list[str]:
-    return [_line(patch) for patch in report.patches]
 
 
 def _line(patch: PatchStatus) -> str:
