@@ -23,18 +23,18 @@ class Job:
     folder: Path
     reference: list[float]
 
-    def start(self, name: str, **environment: str) -> tuple[int, list[float], str]:
+    def start(self, name: str, attention: str | None = "eager", **environment: str) -> tuple[int, list[float], str]:
         """Run it; the exit code, the losses that verl logged, and what was printed."""
         log = self.folder / f"{name}.jsonl"
         settings = CPU | {"VERL_FILE_LOGGER_PATH": str(log)} | environment
-        done = self.env.start(*sft_job.command(self.folder), cwd=self.folder, **settings)
+        done = self.env.start(*sft_job.command(self.folder, attention), cwd=self.folder, **settings)
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         losses = [json.loads(line)["data"]["train/loss"] for line in lines]
         return done.returncode, losses, done.stdout + done.stderr
 
-    def losses(self, name: str, **environment: str) -> tuple[list[float], str]:
+    def losses(self, name: str, attention: str | None = "eager", **environment: str) -> tuple[list[float], str]:
         """`start`, of a job that ends well."""
-        code, losses, printed = self.start(name, **environment)
+        code, losses, printed = self.start(name, attention, **environment)
         assert code == 0, printed[-8000:]
         return losses, printed
 
@@ -44,3 +44,8 @@ def prepare(env: VerlEnv, folder: Path) -> Job:
     done = env.start(HERE / "sft_job.py", folder, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return Job(env, folder, json.loads((folder / "reference.json").read_text()))
+
+
+def errors(losses: list[float], reference: list[float]) -> list[float]:
+    assert len(losses) == len(reference) == sft_job.STEPS
+    return [abs(found - wanted) for found, wanted in zip(losses, reference, strict=True)]

@@ -110,17 +110,18 @@ def reference(folder: Path) -> list[float]:
     return losses
 
 
-def command(folder: Path) -> list[str]:
-    """The job's own command line after ``python``; what is particular to the CPU is said in `environment`."""
+def command(folder: Path, attention: str | None = "eager") -> list[str]:
+    """The job's own command line after ``python``; ``attention`` None leaves verl's default."""
+    chosen = [] if attention is None else [f"+model.override_config.attn_implementation={attention}"]
     return [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
         "-m", "verl.trainer.sft_trainer",
         f"model.path={folder / 'model'}",
-        "+model.override_config.attn_implementation=eager",
+        *chosen,
         "model.enable_gradient_checkpointing=False",
         f"data.train_files={folder / 'train.parquet'}",
         f"data.train_batch_size={BATCH}",
-        f"data.max_token_len_per_gpu={1024}",
+        "data.max_token_len_per_gpu=1024",
         "data.num_workers=0",
         "engine.strategy=fsdp2",
         "engine.use_torch_compile=False",

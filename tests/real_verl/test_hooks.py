@@ -6,6 +6,7 @@ hooks that their release of verl has.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -84,7 +85,11 @@ def ask(env: VerlEnv, model: Path, hook: Hook) -> Any:
         overrides += ["ray_kwargs.ray_init.num_cpus=2", "+ray_kwargs.ray_init.include_dashboard=False"]
     else:
         overrides += ["ray_init.num_cpus=2"]
-    return env.measure(*hook.launcher, "-m", "ray_job", model, *overrides, cwd=model.parent, **shell)
+    # Short, because Ray's sockets lie in it; and no other session's cluster is found there.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as ray:
+        return env.measure(
+            *hook.launcher, "-m", "ray_job", model, *overrides, cwd=model.parent, RAY_TMPDIR=ray, **shell
+        )
 
 
 @pytest.mark.parametrize("name", _hooks())

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import sft_job
-from job import Job
-
-
-def errors(losses: list[float], reference: list[float]) -> list[float]:
-    assert len(losses) == len(reference) == sft_job.STEPS
-    return [abs(found - wanted) for found, wanted in zip(losses, reference, strict=True)]
+from job import Job, errors
 
 
 def test_the_reference_learns(job: Job) -> None:

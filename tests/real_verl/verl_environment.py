@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -50,7 +51,16 @@ class VerlEnv:
             **environment,
         }
         line = [str(self.python), *map(str, command)]
-        return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False)
+        # A session of its own, so that what a hanging job has started ends with it.
+        with subprocess.Popen(
+            line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            try:
+                out, errors = process.communicate(timeout=280)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        return subprocess.CompletedProcess(line, process.returncode, out, errors)
 
     def measure(self, *command: object, cwd: Path, **environment: str) -> Any:
         """`start`; the JSON of the last line that it printed. Fails with the end of stderr if it did not exit 0."""
