@@ -84,6 +84,20 @@ def test_run_a_script_as_main_with_its_own_argv(checkout: Path, tmp_path: Path) 
     assert done.returncode == 7
 
 
+def test_run_under_a_launcher_compares_ranks_too(checkout: Path, tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        "import os, torch, torch.distributed as dist\n"
+        "if os.environ['RANK'] == '1':\n    import planted, fsdp_sink_patches\n    fsdp_sink_patches.unapply()\n"
+        "dist.init_process_group('gloo')\n"
+        "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0).step()\n",
+    )
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    done = python(checkout, *torchrun, "-m", "fsdp_sink_patches.run", program, OMP_NUM_THREADS="1")
+    assert done.returncode != 0
+    assert "the patches of rank 1 are not those of rank 0" in done.stderr
+
+
 def test_run_a_module(checkout: Path, tmp_path: Path) -> None:
     script(tmp_path, "import sys, planted\nprint(planted.f(1), sys.argv[1:], __name__)\n", "mod.py")
     done = python(checkout, "-m", "fsdp_sink_patches.run", "-m", "mod", "x", PYTHONPATH=str(tmp_path))

@@ -15,6 +15,7 @@ def test_packed_loss_is_the_loss_of_one_plain_process(job: Job) -> None:
     losses, printed = job.losses("patched")
     assert max(errors(losses, job.reference)) < 1e-5
     assert printed.count("transformers.packed-masks: applied") == sft_job.RANKS
+    assert "at the first step" not in printed, "something that was applied was replaced, or a rank was silent"
 
 
 def test_without_the_plugin_it_is_another_loss(job: Job) -> None:
