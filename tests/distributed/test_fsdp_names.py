@@ -276,6 +276,79 @@ def test_fsdp1_keeps_frequencies_and_fp32_modules(ours: bool) -> None:
     assert fp32 == ({"q_a_norm.weight", "attn_hc.fn", "attn_hc.base", "attn_hc.scale"} if ours else set())
 
 
+class Slots(nn.Module):
+    """Sink slots of fixed shape; the values are no bf16 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slot_k", torch.full((2, 4), 1 + 2**-12))
+        self.register_buffer("slot_v", torch.full((2, 4), 1 + 2**-12), persistent=False)
+
+
+class Schedule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begin", torch.tensor([10001.0, 40001.0]))
+        self.register_buffer("slots", torch.tensor([0, 64]))
+
+
+class MaskBuilder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.full((8,), -1 - 2**-12), persistent=False)
+        self.register_buffer("visible", torch.ones(8, 8, dtype=torch.bool).tril())
+
+
+class Slotted(nn.Module):
+    """A layer with all of them inside, in a container beside weights as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)  # flat parameters pad to 16 bytes
+        self.slots, self.masks = Slots(), MaskBuilder()
+        self.mixed = nn.ModuleDict({"schedule": Schedule(), "proj": nn.Linear(8, 8)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mixed["proj"](self.norm(self.proj(x)))
+
+
+class SlottedModel(nn.Module):
+    _no_split_modules = ("Slotted",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks, self.schedule = MaskBuilder(), Schedule()
+        self.layers = nn.ModuleList([Slotted(), Slotted()])
+        self.layers[1].register_buffer("bare", torch.full((2,), 1 + 2**-12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("ours", [False, True])
+def test_fsdp1_leaves_slots_schedules_and_mask_builders_alone(ours: bool) -> None:
+    """A policy by class rounds each of their floating buffers; either way flat parameters hold parameters alone."""
+    model = SlottedModel()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    floating = {name for name, buffer in before.items() if buffer.is_floating_point()}
+    assert len(floating) == 11
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    options: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Slotted})}
+    if ours:
+        options = {"auto_wrap_policy": auto_wrap_policy(model), "ignored_modules": ignored_modules(model)}
+        assert len(options["ignored_modules"]) == 8
+    policy = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    wrapped = FSDP(model, mixed_precision=policy, use_orig_params=True, device_id=torch.device("cpu"), **options)
+    wrapped(torch.randn(3, 8)).float().square().sum().backward()
+    after = {name.replace("_fsdp_wrapped_module.", ""): buffer for name, buffer in wrapped.named_buffers()}
+    changed = {name for name, buffer in before.items() if not torch.equal(buffer, after[name])}
+    # What FSDP1 has no word for: a buffer of a module that has parameters (docs/fsdp.md).
+    assert changed == ({"layers.1.bare"} if ours else floating)
+    handles = [module._handle for module in FSDP.fsdp_modules(wrapped) if module._handle is not None]
+    assert sum(handle.flat_param.numel() for handle in handles) == parameters
+
+
 def test_fsdp1_policy_refuses_what_fsdp1_cannot_flatten(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     mixed = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
