@@ -75,7 +75,9 @@ def fused_kernels_fsdp2(device: str) -> Measurement:
         try:
             patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
             mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
-            apply_fsdp2(model, {"mesh": mesh}, {})
+            apply_fsdp2(
+                model, {"mesh": mesh}, {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+            )
 
             def step() -> Tensor:
                 found: Tensor = model(input_ids=ids, use_cache=False, return_dict=True).log_probs
