@@ -37,10 +37,11 @@ class Engine:
         self._env, self._folder = env, folder
 
     @functools.lru_cache  # noqa: B019 (one for the session)
-    def run(self, ranks: int, *cases: str, apply: bool, disable: str = "") -> Found:
-        command = (HERE / "engine_job.py", ranks, *cases, *(["--apply"] if apply else []))
+    def run(self, ranks: int, *cases: str, apply: str, disable: str = "") -> list[Found]:
+        """What `engine_job` found: one result, or with ``apply="twice"`` that of upstream and the patched one."""
+        command = (HERE / "engine_job.py", ranks, *cases, "--apply", apply)
         settings = CPU | {"FSDP_SINK_PATCHES_DISABLE": disable}
-        found: Found = self._env.measure(*command, cwd=self._folder, **settings)
+        found: list[Found] = self._env.measure(*command, cwd=self._folder, **settings)
         return found
 
 

@@ -1,6 +1,8 @@
 """verl's own FSDP2 engine on gloo ranks, in a process of its own: prints what it found, as JSON.
 
-    python engine_job.py RANKS CASE [CASE ...] [--apply]
+    python engine_job.py RANKS CASE [CASE ...] --apply before|after|never|twice
+
+``after``: verl has been imported by then, as with ``external_lib``. ``twice``: without, then ``after``; two results.
 
 Each case is one tiny model, built, cast, wrapped and run by the engine; what comes out is held against the same
 checkpoint in plain transformers, in fp64 and eager, every document alone. A new case is a line in `CASES`.
@@ -325,23 +327,33 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("ranks", type=int)
     parser.add_argument("cases", nargs="+", choices=CASES)
-    parser.add_argument("--apply", action="store_true")
+    parser.add_argument("--apply", choices=("before", "after", "never", "twice"), required=True)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         # Forked, so that everything is imported once; in a child, as autograd can't be used on both sides of a fork,
         # and as nothing of verl or ours may be in the process of the reference.
         mp.start_processes(_references, args=(folder, given.cases), nprocs=1, start_method="fork")
-        if given.apply:
-            import fsdp_sink_patches
+        import fsdp_sink_patches
 
+        if given.apply == "before":
             fsdp_sink_patches.apply()
         import cpu_platform  # noqa: F401
 
         if find_spec(ENGINE) is not None:
             importlib.import_module(ENGINE)
-        ranks: int = given.ranks
-        mp.start_processes(_rank, args=(ranks, folder, given.cases), nprocs=ranks, start_method="fork")
-        print(json.dumps({name: json.loads(Path(folder, f"{name}.json").read_text()) for name in given.cases}))
+        results = []
+        if given.apply in ("never", "twice"):
+            results.append(_on_ranks(given.ranks, folder, given.cases))
+        if given.apply != "never":
+            fsdp_sink_patches.apply()
+            results.append(_on_ranks(given.ranks, folder, given.cases))
+        print(json.dumps(results))
+
+
+def _on_ranks(ranks: int, folder: str, names: list[str]) -> dict[str, Any]:
+    Path(folder, "store").unlink(missing_ok=True)
+    mp.start_processes(_rank, args=(ranks, folder, names), nprocs=ranks, start_method="fork")
+    return {name: json.loads(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
 if __name__ == "__main__":

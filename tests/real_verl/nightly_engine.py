@@ -44,14 +44,13 @@ def _flash(model: str, size: int) -> str:
 
 
 def patched(engine: Engine, ranks: int) -> Found:
-    parts = [
-        engine.run(ranks, *_cases(ranks, *kinds), apply=True) for kinds in (("packed", "bf16"), ("flash", "eager"))
-    ]
+    kinds = (("packed", "bf16"), ("flash", "eager"))
+    parts = [engine.run(ranks, *_cases(ranks, *some), apply="before")[0] for some in kinds]
     return parts[0] | parts[1]
 
 
 def control(engine: Engine, ranks: int) -> Found:
-    return engine.run(ranks, *_cases(ranks, "packed", "bf16", "eager"), apply=False)
+    return engine.run(ranks, *_cases(ranks, "packed", "bf16", "eager"), apply="never")[0]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -104,7 +103,7 @@ def test_attention_inside_a_shard(model: str, size: int, ranks: int, engine: Eng
 @pytest.mark.parametrize("ranks", RANKS)
 def test_each_patch_is_needed(ranks: int, engine: Engine) -> None:
     """All the others on: what is left is what the one that is off repairs."""
-    without = engine.run(ranks, _flash("gpt_oss", ranks), apply=True, disable="verl.ulysses-sinks")
+    without = engine.run(ranks, _flash("gpt_oss", ranks), apply="before", disable="verl.ulysses-sinks")[0]
     assert all("s_aux must have one logit per query head" in r["raises"] for r in without[_flash("gpt_oss", ranks)])
     case = f"{LISTING[0]} bf16"
-    assert_rounded(engine.run(ranks, case, apply=True, disable="verl.fp32-islands")[case])
+    assert_rounded(engine.run(ranks, case, apply="before", disable="verl.fp32-islands")[0][case])

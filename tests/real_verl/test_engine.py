@@ -19,7 +19,7 @@ PACKED = known(("gpt_oss", "deepseek_v4"))
 LISTING = known(LISTS_IN_FP32)[:1]
 ULYSSES = "gpt_oss flash_attention_2 ulysses 2"
 LOCAL = "gpt_oss eager ulysses 2"
-CASES = (*[f"{model} packed" for model in PACKED], *[f"{model} bf16" for model in LISTING], LOCAL)
+CASES = (*[f"{model} packed" for model in PACKED], *[f"{model} bf16" for model in LISTING], LOCAL, ULYSSES)
 
 
 @pytest.fixture(scope="session")
@@ -28,13 +28,18 @@ def engine(verl_env: VerlEnv, tmp_path_factory: pytest.TempPathFactory) -> Engin
 
 
 @pytest.fixture(scope="session")
-def patched(engine: Engine) -> Found:
-    return engine.run(2, *CASES, ULYSSES, apply=True)
+def both(engine: Engine) -> list[Found]:
+    return engine.run(2, *CASES, apply="twice")
 
 
 @pytest.fixture(scope="session")
-def control(engine: Engine) -> Found:
-    return engine.run(2, *CASES, apply=False)
+def control(both: list[Found]) -> Found:
+    return both[0]
+
+
+@pytest.fixture(scope="session")
+def patched(both: list[Found]) -> Found:
+    return both[1]
 
 
 @pytest.mark.parametrize("model", PACKED)
