@@ -499,25 +499,34 @@ def _say_without_gradient(model: nn.Module) -> None:
 
 
 def ignored_modules(model: nn.Module) -> list[nn.Module]:
-    """What to give to FSDP1's ``ignored_modules=``: modules with buffers and no parameters, outermost ones.
+    """What to give to FSDP1's ``ignored_modules=``: modules that hold state and nothing to train, outermost ones.
 
-    Rotary embeddings, mask builders, sink-slot buffers, schedules: they have nothing to shard, and ``MixedPrecision(
+    Rotary embeddings, mask builders, sink-slot buffers, schedules: buffers, and frozen parameters that are counters
+    (integers, or scalars, which FSDP1 refuses to flatten). They have nothing to shard, and ``MixedPrecision(
     buffer_dtype=torch.bfloat16)`` would round them (frequencies wrong by 0.1 rad from position 104 on). FSDP1 neither
     moves ignored modules to its device nor broadcasts them with ``sync_module_states``: do ``module.to(device)`` on
     each, and build them alike on every rank. It tells the root unit only, so give them together with
     :func:`auto_wrap_policy`, which tells the layers.
+
+    A buffer beside weights in one module (sink slots of an attention, a router's ``e_score_correction_bias``) can't be
+    ignored alone: give ``buffer_dtype=torch.float32`` then. Frozen weights are sharded like others.
     """
     found: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
-        if any(True for _ in module.parameters()):
+        parameters = list(module.parameters())
+        if not all(_is_counter(value) for value in parameters):
             for child in module.children():
                 walk(child)
-        elif any(True for _ in module.buffers()):
+        elif parameters or any(True for _ in module.buffers()):
             found.append(module)
 
     walk(model)
     return found
+
+
+def _is_counter(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad and (not parameter.is_floating_point() or parameter.dim() == 0)
 
 
 def auto_wrap_policy(model: nn.Module, *, also: Iterable[str] = ()) -> CustomPolicy:
