@@ -29,75 +29,74 @@ def engine(verl_env: VerlEnv, tmp_path_factory: pytest.TempPathFactory) -> Engin
     return Engine(verl_env, tmp_path_factory.mktemp("engine"))
 
 
-def _cases(ranks: int, *kinds: str) -> tuple[str, ...]:
-    found = {
+def _cases(ranks: int) -> dict[str, list[str]]:
+    """Those of one kind run in one go."""
+    sizes = [size for size, of in SIZES if of == ranks]
+    return {
         "packed": [f"{model} packed" for model in MODELS],
         "bf16": [f"{model} bf16" for model in [*LEFT_ALONE, *LISTING]],
-        "flash": [_flash(model, size) for model in known(tuple(FLASH)) for size, of in SIZES if of == ranks],
-        "eager": [f"{model} eager ulysses {size}" for model in MODELS for size, of in SIZES if of == ranks],
+        "flash": [_flash(model, size) for model in known(tuple(FLASH)) for size in sizes],
+        "eager": [f"{model} eager ulysses {size}" for model in MODELS for size in sizes],
     }
-    return tuple(case for kind in kinds for case in found[kind])
 
 
 def _flash(model: str, size: int) -> str:
     return f"{model} {FLASH[model]} ulysses {size}"
 
 
-def patched(engine: Engine, ranks: int) -> Found:
-    kinds = (("packed", "bf16"), ("flash", "eager"))
-    parts = [engine.run(ranks, *_cases(ranks, *some), apply="before")[0] for some in kinds]
-    return parts[0] | parts[1]
+def patched(engine: Engine, ranks: int, kind: str) -> Found:
+    return engine.run(ranks, *_cases(ranks)[kind], apply="before")[0]
 
 
-def control(engine: Engine, ranks: int) -> Found:
-    return engine.run(ranks, *_cases(ranks, "packed", "bf16", "eager"), apply="never")[0]
+def control(engine: Engine, ranks: int, kind: str) -> Found:
+    return engine.run(ranks, *_cases(ranks)[kind], apply="never")[0]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_is_alone(model: str, ranks: int, engine: Engine) -> None:
-    assert_equal_to_alone(patched(engine, ranks)[f"{model} packed"])
+    assert_equal_to_alone(patched(engine, ranks, "packed")[f"{model} packed"])
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_upstream_packed(model: str, ranks: int, engine: Engine) -> None:
-    found = control(engine, ranks)[f"{model} packed"]
+    found = control(engine, ranks, "packed")[f"{model} packed"]
     (assert_wrong if model in SEEN_BY_OTHERS else assert_equal_to_alone)(found)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("model", [*LEFT_ALONE, *LISTING])
 def test_fp32_where_listed(model: str, ranks: int, engine: Engine) -> None:
-    assert_fp32_where_listed(patched(engine, ranks)[f"{model} bf16"], listed=model in LISTING)
+    assert_fp32_where_listed(patched(engine, ranks, "bf16")[f"{model} bf16"], listed=model in LISTING)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("model", LISTING)
 def test_upstream_rounds_all_of_it(model: str, ranks: int, engine: Engine) -> None:
-    assert_rounded(control(engine, ranks)[f"{model} bf16"])
+    assert_rounded(control(engine, ranks, "bf16")[f"{model} bf16"])
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("model", LEFT_ALONE)
 def test_upstream_rounds_the_frequencies(model: str, ranks: int, engine: Engine) -> None:
-    for rank in control(engine, ranks)[f"{model} bf16"]:
+    for rank in control(engine, ranks, "bf16")[f"{model} bf16"]:
         assert "model.rotary_emb.inv_freq" in rank["buffers off"]
 
 
 @pytest.mark.parametrize(("size", "ranks"), SIZES)
 @pytest.mark.parametrize("model", known(tuple(FLASH)))
 def test_sequence_parallel_is_one_rank(model: str, size: int, ranks: int, engine: Engine) -> None:
-    assert_equal_to_alone(patched(engine, ranks)[_flash(model, size)])
+    assert_equal_to_alone(patched(engine, ranks, "flash")[_flash(model, size)])
 
 
 @pytest.mark.parametrize(("size", "ranks"), SIZES)
 @pytest.mark.parametrize("model", MODELS)
 def test_attention_inside_a_shard(model: str, size: int, ranks: int, engine: Engine) -> None:
     case = f"{model} eager ulysses {size}"
-    for rank in patched(engine, ranks)[case]:
+    for rank in patched(engine, ranks, "eager")[case]:
         assert rank["raises"].startswith("NotImplementedError: verl.ulysses-sinks: ")
-    assert_wrong(control(engine, ranks)[case])
+    assert_wrong(control(engine, ranks, "eager")[case])
 
 
 @pytest.mark.parametrize("ranks", RANKS)
