@@ -98,7 +98,7 @@ def _kinds(names: Iterable[str]) -> dict[str, int]:
     return kinds
 
 
-def fp32_units(model: nn.Module, *, also: Iterable[str] = ()) -> Fp32Units:
+def fp32_units(model: nn.Module, *, also: Iterable[str] = (), found: bool = True) -> Fp32Units:
     """Name what ``model`` wants in fp32; nothing is changed.
 
     A parameter is wanted in fp32 if
@@ -107,18 +107,19 @@ def fp32_units(model: nn.Module, *, also: Iterable[str] = ()) -> Fp32Units:
       dtype it is in now: after ``model.to(torch.bfloat16)`` these are the ones that should not have been cast;
     - or ``_keep_in_fp32_modules`` has it and the model holds fp16 parameters. At bf16 transformers gives that list no
       effect (DeepSeek-V4 names compressor projections there, for its FP8 loader), and neither do we;
-    - or it is fp32 now and the model holds parameters of lower precision;
+    - or it is fp32 now and the model holds parameters of lower precision (not with ``found=False``);
     - or ``also`` has it.
 
     Args:
         model: before or after sharding, on any device, meta included.
         also: more names of modules or parameters, as in those lists: whole components of a dotted name, ``*`` for
             anything. ``("sinks",)`` is for gpt-oss, MiMo-V2-Flash and granite-swa, whose sinks upstream keeps in bf16.
+        found: whether fp32 parameters that nobody names count, such as PEFT's adapters on a bf16 model.
 
     Returns:
         The names. Empty for a model that is fp32 throughout and asks for nothing, for example Llama.
     """
-    return _units(model, _wanted(model, also))
+    return _units(model, _wanted(model, also, found))
 
 
 def _units(model: nn.Module, wanted: set[int]) -> Fp32Units:
@@ -143,22 +144,40 @@ def _units(model: nn.Module, wanted: set[int]) -> Fp32Units:
     return Fp32Units(tuple(modules), tuple(parameters))
 
 
-def _wanted(model: nn.Module, also: Iterable[str]) -> set[int]:
+def _wanted(model: nn.Module, also: Iterable[str], found: bool = True) -> set[int]:
     """The ids of the parameters that should be fp32."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    lower = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in dtypes)
-    lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (torch.float16 in dtypes)
+    lower = found and any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in dtypes)
     wanted = {id(parameter) for parameter in model.parameters() if lower and parameter.dtype == torch.float32}
-    for module in model.modules():  # a sub-model's list speaks of its own part, also below a wrapper such as PEFT's
+    return wanted | {id(value) for _, value in _listed(model, also) if isinstance(value, nn.Parameter)}
+
+
+def listed_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    """The floating-point parameters and buffers that the lists of ``model`` and its sub-models name, by name.
+
+    ``_keep_in_fp32_modules_strict``, and for a model with fp16 parameters ``_keep_in_fp32_modules``; see
+    :func:`fp32_units`, which is about parameters alone. Buffers count here: ``model.to(torch.bfloat16)`` rounds a
+    router's ``e_score_correction_bias`` as well.
+    """
+    return tuple(dict.fromkeys(name for name, _ in _listed(model)))
+
+
+def _listed(model: nn.Module, also: Iterable[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    lists = ["_keep_in_fp32_modules_strict"]
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        lists.append("_keep_in_fp32_modules")
+    for prefix, module in model.named_modules():  # a sub-model's list speaks of its own part, also below PEFT's wrapper
         entries = [entry for name in lists for entry in getattr(module, name, None) or ()]
         if module is model:
             entries.extend(also)
-        if entries:
-            pattern = "|".join(entry.replace("*", ".*") for entry in sorted(entries))
-            search = re.compile(rf"(?:^|\.)(?:{pattern})(?:$|\.)").search
-            named = module.named_parameters(remove_duplicate=False)
-            wanted |= {id(value) for name, value in named if search(name) and value.is_floating_point()}
-    return wanted
+        if not entries:
+            continue
+        pattern = "|".join(entry.replace("*", ".*") for entry in sorted(entries))
+        search = re.compile(rf"(?:^|\.)(?:{pattern})(?:$|\.)").search
+        for named in (module.named_parameters, module.named_buffers):
+            for name, value in named(remove_duplicate=False):
+                if search(name) and value.is_floating_point():
+                    yield f"{prefix}.{name}" if prefix else name, value
 
 
 def _called(model: nn.Module) -> set[nn.Module]:
@@ -193,6 +212,7 @@ def shard_fp32_units(
     mesh: DeviceMesh,
     *,
     also: Iterable[str] = (),
+    found: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -210,7 +230,7 @@ def shard_fp32_units(
     Args:
         model: not compiled and not yet sharded; may be on meta (then ``to_empty`` and load after sharding, as always).
         mesh: the mesh that the layers are sharded on, 1-D (FSDP) or 2-D (HSDP).
-        also: see :func:`fp32_units`.
+        also, found: see :func:`fp32_units`.
         mp_policy: of the units, for another ``reduce_dtype`` or ``output_dtype``. ``param_dtype`` must be None or fp32;
             give ``cast_forward_inputs=False`` too, else the units compute on fp32 inputs.
         reshard_after_forward, offload_policy: of ``fully_shard``, for the units.
@@ -232,7 +252,7 @@ def shard_fp32_units(
             "None or torch.float32, since these units exist to be fp32",
             "give the bf16 policy to your own fully_shard calls only",
         )
-    wanted = _wanted(model, also)
+    wanted = _wanted(model, also, found)
     names = _units(model, wanted)
     _say_without_gradient(model)
     if not names:
@@ -479,25 +499,36 @@ def _say_without_gradient(model: nn.Module) -> None:
 
 
 def ignored_modules(model: nn.Module) -> list[nn.Module]:
-    """What to give to FSDP1's ``ignored_modules=``: modules with buffers and no parameters, outermost ones.
+    """What to give to FSDP1's ``ignored_modules=``: modules that hold state and nothing to train, outermost ones.
 
-    Rotary embeddings, mask builders, sink-slot buffers, schedules: they have nothing to shard, and ``MixedPrecision(
+    Rotary embeddings, mask builders, sink-slot buffers, schedules: buffers, and frozen parameters that are counters
+    (few integers, or scalars, which FSDP1 refuses to flatten). They have nothing to shard, and ``MixedPrecision(
     buffer_dtype=torch.bfloat16)`` would round them (frequencies wrong by 0.1 rad from position 104 on). FSDP1 neither
     moves ignored modules to its device nor broadcasts them with ``sync_module_states``: do ``module.to(device)`` on
     each, and build them alike on every rank. It tells the root unit only, so give them together with
     :func:`auto_wrap_policy`, which tells the layers.
+
+    A buffer beside weights in one module (sink slots of an attention, a router's ``e_score_correction_bias``) can't be
+    ignored alone: give ``buffer_dtype=torch.float32`` then. Frozen weights are sharded like others.
     """
     found: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
-        if any(True for _ in module.parameters()):
+        parameters = list(module.parameters())
+        if not all(_is_counter(value) for value in parameters):
             for child in module.children():
                 walk(child)
-        elif any(True for _ in module.buffers()):
+        elif parameters or any(True for _ in module.buffers()):
             found.append(module)
 
     walk(model)
     return found
+
+
+def _is_counter(parameter: nn.Parameter) -> bool:
+    """A frozen scalar, or a few integers: more of them are quantised weights, which belong into shards."""
+    few_integers = not parameter.is_floating_point() and parameter.numel() <= 1024
+    return not parameter.requires_grad and (parameter.dim() == 0 or few_integers)
 
 
 def auto_wrap_policy(model: nn.Module, *, also: Iterable[str] = ()) -> CustomPolicy:

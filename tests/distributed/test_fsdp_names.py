@@ -349,6 +349,113 @@ def test_fsdp1_leaves_slots_schedules_and_mask_builders_alone(ours: bool) -> Non
     assert sum(handle.flat_param.numel() for handle in handles) == parameters
 
 
+class _Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offsets", torch.arange(8) * 1.001)
+        self.register_buffer("allowed", torch.ones(8, dtype=torch.bool))
+
+
+class _Schedule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.tensor(3), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(1.001), requires_grad=False)
+        self.inner = nn.ModuleList([_Masks()])
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.sinks = nn.Parameter(torch.tensor([4.0, 8.0]))
+        self.register_buffer("slots", torch.full((8,), 1.001))  # beside weights
+        self.slot_cache = _Masks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.proj(x) * self.sinks.sum() + self.slots + self.slot_cache.offsets
+        return found.where(self.slot_cache.allowed, 0)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.schedule = _Attention(), _Schedule()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.attn(x)) * self.schedule.scale * self.schedule.step
+
+
+class _UsersModel(nn.Module):
+    _no_split_modules = ("_Layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([_Layer(), _Layer()]), nn.Linear(8, 8)
+        self.masks, self.schedule = _Masks(), _Schedule()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.schedule.scale + self.masks.offsets
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp1_leaves_mask_builders_slots_and_schedules_alone() -> None:
+    model = _UsersModel()
+    ignored = ignored_modules(model)
+    assert [type(module).__name__ for module in ignored] == ["_Masks", "_Schedule"] * 3
+    assert model.layers[0].frozen not in ignored
+    state = {name: value.detach().clone() for module in ignored for name, value in _state(module).items()}
+    sharded = MixedPrecision(torch.bfloat16, torch.float32, torch.float32)  # fp32 for the slots beside weights
+    wrapped = FSDP(
+        model,
+        auto_wrap_policy=auto_wrap_policy(model),
+        ignored_modules=ignored,
+        use_orig_params=True,
+        mixed_precision=sharded,
+        device_id=torch.device("cpu"),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped(torch.randn(2, 8)).sum().backward()
+    after = {name: value for module in ignored for name, value in _state(module).items()}
+    assert after.keys() == state.keys()
+    assert {n: v.dtype for n, v in after.items()} == {n: v.dtype for n, v in state.items()}
+    assert all(torch.equal(after[name], value) for name, value in state.items())
+    assert all(torch.equal(layer.attn.slots, torch.full((8,), 1.001)) for layer in model.layers)
+    flat = {name for handle in FSDP.fsdp_modules(wrapped) for name in handle._handle.flat_param._fqns}
+    assert not [name for name in flat if "schedule" in name or "masks" in name or "slot" in name]
+    assert any(name.endswith("sinks") for name in flat)
+    assert any("frozen" in name for name in flat)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp1_refuses_schedules_that_are_not_ignored() -> None:
+    model = _UsersModel()
+    with pytest.raises(ValueError, match="FSDP doesn't support scalar parameters"):
+        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({_Layer}), use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{id(module)}.{name}": value for name, value in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def test_what_is_found_and_what_is_listed(tmp_path: Path) -> None:
+    """``found=False``: fp32 adapters of a bf16 model are nobody's business; buffers are listed beside parameters."""
+    tiny().save_pretrained(tmp_path)
+    mixed = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    mixed.model.layers[0].self_attn.add_module("lora_A", nn.Linear(4, 2))
+    adapter = "model.layers.0.self_attn.lora_A"
+    assert adapter in fp32_units(mixed).modules
+    assert not [name for name in fsdp.listed_in_fp32(mixed) if "lora" in name]
+    listed = fp32_units(mixed, found=False)
+    assert adapter not in listed.modules
+    assert names(listed, mixed) < set(fsdp.listed_in_fp32(mixed))
+    buffers = {name for name, _ in mixed.named_buffers()} & set(fsdp.listed_in_fp32(mixed))
+    assert buffers == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(2)}
+
+
 def test_fsdp1_policy_refuses_what_fsdp1_cannot_flatten(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     mixed = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -358,3 +465,11 @@ def test_fsdp1_policy_refuses_what_fsdp1_cannot_flatten(tmp_path: Path) -> None:
         auto_wrap_policy(mixed)
     with pytest.raises(ValueError, match="_no_split_modules"):
         auto_wrap_policy(nn.Linear(2, 2))
+
+
+def test_quantised_weights_are_no_counters() -> None:
+    """Left out of the shards without a word they would lie whole on every rank."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(128, 128, dtype=torch.uint8), requires_grad=False)
+    layer.register_buffer("absmax", torch.ones(128))
+    assert ignored_modules(nn.ModuleList([layer])) == []
