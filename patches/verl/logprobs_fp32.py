@@ -28,6 +28,8 @@ def logprobs_from_logits_v2(original: Callable[..., Tensor], logits: Tensor, lab
 
     if logits.dtype not in (torch.bfloat16, torch.float16):
         return original(logits, labels)
+    if type(logits) is not torch.Tensor:  # sharded over ranks: a DTensor's own operators know how to sum
+        return original(logits.float(), labels)
     from . import _log_probs
 
     return _log_probs.log_probs(logits, labels)
@@ -39,7 +41,7 @@ PATCH = Patch(
     distribution="verl",
     requires=">=0.5",
     fixed_in=None,
-    link="https://github.com/verl-project/verl/issues/7439",
+    link="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/torch_functional.py",
     remove_when="verl's own fallback computes log-probs in fp32",
     targets=(Target("verl.utils.torch_functional:logprobs_from_logits_v2", logprobs_from_logits_v2),),
     relies_on=("verl.utils.torch_functional:logprobs_from_logits",),
