@@ -46,8 +46,8 @@ def layer_forward(
             )
     if k.get("dropout", 0.0):
         raise ValueError(
-            f"{NAME}: dropout={k['dropout']} in {type(module).__name__}; expected 0, since flex attention has none. Set "
-            "attention_dropout to 0 in the config."
+            f"{NAME}: dropout={k['dropout']} in {type(module).__name__}; expected 0, since flex attention has none. "
+            "Set attention_dropout to 0 in the config."
         )
     try:
         out, lse = flex_attention(
@@ -115,13 +115,13 @@ def layer_errors(
 ) -> dict[str, float]:
     """Relative L2 errors of one layer against :func:`oracle_attention`; infinite where the layer raises."""
     given = inputs(device, dtype, sum(documents), **shape)
-    leaves = [t.detach().requires_grad_() for t in given[:4]]
+    leaves: Any = [t.detach().requires_grad_() for t in given[:4]]
     mask = block_masks.causal(
         sum(documents), documents=document_starts(documents, device), window=window, device=device
     )
     names = ("out", "dq", "dk", "dv", "dsink")
     try:
-        out = layer(*leaves, mask)
+        out = layer(leaves[0], leaves[1], leaves[2], leaves[3], mask)
         found = (out.detach(), *torch.autograd.grad(out, leaves, given[4]))
     except (ValueError, RuntimeError, NotImplementedError):
         return dict.fromkeys(names, math.inf)
@@ -142,11 +142,11 @@ def _timed(device: str, dtype: torch.dtype) -> tuple[float, int]:
 
     length = LENGTH if device == "cpu" else LONG
     q, k, v, sinks, dout = inputs(device, dtype, length)
-    leaves = [t.requires_grad_() for t in (q, k, v, sinks)]
+    leaves: Any = [t.requires_grad_() for t in (q, k, v, sinks)]
     mask = block_masks.causal(length, device=device)
 
     def step() -> None:
-        torch.autograd.grad(layer(*leaves, mask), leaves, dout)
+        torch.autograd.grad(layer(leaves[0], leaves[1], leaves[2], leaves[3], mask), leaves, dout)
 
     try:
         return _validation._time(step, device)

@@ -1,9 +1,10 @@
 """``attn_implementation="flex_attention"`` computes attention sinks exactly, forward and backward, on a CPU as well.
 
 What breaks for the user: a model that passes sinks (``s_aux``) is trained under flex attention. Upstream rounds the
-log-sum-exp to bf16 before the sinks join: the output's error is 2.7 times what bf16 has to cost, and the sinks' gradient is off
-by 1 to 3 %. On a CPU it raises. Each flip between train and eval makes a new compiled function, head_dim 512 asks for
-more shared memory than an H100 has, fp32 queries under autocast run the fp32 kernel, and mimo_v2_flash refuses flex.
+log-sum-exp to bf16 before the sinks join: the output's error is 2.7 times what bf16 has to cost, and the sinks'
+gradient is off by 1 to 3 %. On a CPU it raises. Each flip between train and eval makes a new compiled function,
+head_dim 512 asks for more shared memory than an H100 has, fp32 queries under autocast run the fp32 kernel, and
+mimo_v2_flash refuses flex.
 
 With the patch every layer that passes ``s_aux`` runs :mod:`fsdp_sink_patches.ops.flex_attention`: the rescale is
 ``sigmoid(lse - sink)`` in fp32, with the sinks' exact gradient; on a CPU an equal result in plain operators.

@@ -19,6 +19,8 @@ LISTS = (
 )  # fmt: skip
 NEAR = 2
 """How many compilations before torch's limit the warning comes."""
+DEEPEST = 8
+"""How far mask functions are followed into the functions that they capture."""
 FORWARD_TILES = ((64, 32, 2, 8), (64, 16, 2, 4), (32, 32, 2, 4), (32, 16, 1, 4), (16, 16, 1, 4))
 """Queries, keys, stages and warps to try for head_dim above 256, the fastest on an H200 first."""
 
@@ -87,7 +89,9 @@ def _attend(
     block_mask = None
     if lists is not None:
         # Built here, so that the lengths are those of the tensors and no Python number that is guarded.
-        block_mask = BlockMask((query.shape[2], key.shape[2]), *lists, BLOCK_SIZE=block_size, mask_mod=mask_mod)
+        lengths: Any = (query.shape[2], key.shape[2])
+        named: dict[str, Any] = dict(zip(LISTS, lists, strict=True))
+        block_mask = BlockMask(lengths, **named, BLOCK_SIZE=block_size, mask_mod=mask_mod)  # type: ignore[arg-type]
     score_mod = None
     if softcap is not None or added is not None or position_bias is not None:
 
@@ -101,13 +105,16 @@ def _attend(
             return score
 
     gqa = query.shape[1] != key.shape[1]
-    common: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "scale": scale, "enable_gqa": gqa}
+    flex: Callable[..., Any] = torch_flex.flex_attention
+    common = {
+        "score_mod": score_mod, "block_mask": block_mask, "scale": scale, "enable_gqa": gqa, "kernel_options": options,
+    }  # fmt: skip
     if hasattr(torch_flex, "AuxRequest"):  # 2.9
         request = torch_flex.AuxRequest(lse=True)
-        out, aux = torch_flex.flex_attention(query, key, value, **common, kernel_options=options, return_aux=request)
+        out, aux = flex(query, key, value, **common, return_aux=request)
         lse = aux.lse
     else:
-        out, lse = torch_flex.flex_attention(query, key, value, **common, kernel_options=options, return_lse=True)
+        out, lse = flex(query, key, value, **common, return_lse=True)
     if sinks is not None:
         # A row that sees nothing has lse = -inf, of which sigmoid makes 0; exp(lse - logaddexp(lse, sink)) may be NaN.
         kept = torch.sigmoid(lse.float() - sinks.float()[None, :, None])
@@ -132,8 +139,9 @@ class _Compiled:
         if self.count >= limit - NEAR:
             _log.warning(
                 "fsdp_sink_patches.ops.flex_attention: compiled %d times, now for %s; expected other lengths to "
-                "compile nothing. torch stops at %d (torch._dynamo.config.recompile_limit) and computes the whole score matrix "
-                "then. Keep the batch size and the mask's kind from changing; TORCH_LOGS=recompiles tells what did.",
+                "compile nothing. torch stops at %d (torch._dynamo.config.recompile_limit) and then computes the "
+                "whole score matrix. Keep the batch size and the kind of mask the same; TORCH_LOGS=recompiles tells "
+                "what changed.",
                 self.count, self.shape, limit,
             )  # fmt: skip
         return self._backend(graph, inputs, **k)
@@ -153,7 +161,7 @@ def compilations() -> int:
 
 def _shape_of(function: Any, depth: int = 0) -> Any:
     """What code a mask function runs, through the functions that it captures; the captured values don't count."""
-    if not isinstance(function, types.FunctionType) or depth > 8:
+    if not isinstance(function, types.FunctionType) or depth > DEEPEST:
         return None
     inner = tuple(_shape_of(value, depth + 1) for value in _cells(function))
     return (function.__code__, *(found for found in inner if found is not None))
@@ -162,7 +170,7 @@ def _shape_of(function: Any, depth: int = 0) -> Any:
 def _captured(function: Any, depth: int = 0) -> list[Tensor]:
     if isinstance(function, Tensor):
         return [function]
-    if not isinstance(function, types.FunctionType) or depth > 8:
+    if not isinstance(function, types.FunctionType) or depth > DEEPEST:
         return []
     return [tensor for value in _cells(function) for tensor in _captured(value, depth + 1)]
 
@@ -175,8 +183,12 @@ def _cells(function: types.FunctionType) -> list[Any]:
             content = cell.cell_contents
         except ValueError:  # not filled yet
             continue
-        found += content if isinstance(content, tuple | list) else [content]
+        found += _flat(content)
     return found
+
+
+def _flat(value: Any) -> list[Any]:
+    return [inner for item in value for inner in _flat(item)] if isinstance(value, tuple | list) else [value]
 
 
 def _options(query: Tensor, value: Tensor, given: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -215,6 +227,6 @@ def fitting_options(limit: int, head_dim: int, itemsize: int) -> dict[str, int]:
             }  # fmt: skip
     raise ValueError(
         f"flex attention with sinks: head_dim {head_dim} with {itemsize} bytes an element needs more shared memory "
-        f"than the {limit} bytes a program of this card has, even in blocks of 16; expected less. Pass kernel_options, or "
-        'use attn_implementation="eager"'
+        f"than the {limit} bytes a program of this card has, even in blocks of 16; expected less. Pass "
+        'kernel_options, or use attn_implementation="eager"'
     )

@@ -29,7 +29,8 @@ def flex_attention(
     """Attention with one extra logit per head in the softmax, through a BlockMask.
 
     ``P = softmax([scores, sink])`` without its last column is ``softmax(scores) * sigmoid(lse - sink)``, with ``lse``
-    the log-sum-exp of the scores (https://github.com/huggingface/transformers/pull/41249). A row that sees no key gives 0.
+    the log-sum-exp of the scores (https://github.com/huggingface/transformers/pull/41249). A row that sees no key
+    gives 0.
 
     Args:
         query: ``[batch, heads, Q, head_dim]``, floating point. fp32 under autocast is cast to autocast's dtype.
@@ -75,7 +76,7 @@ def flex_attention(
     if device == "cpu":
         out = reference.forward(query, key, value, sinks, mask, added, position_bias, softcap or 0.0, scale)
         return out, None
-    return _kernel.forward(query, key, value, sinks, mask, added, position_bias, softcap, scale, kernel_options)
+    return _kernel.forward(query, key, value, sinks, mask, added, position_bias, softcap or None, scale, kernel_options)
 
 
 def fitted(mask: BlockMask, query: Tensor, key: Tensor) -> BlockMask:
