@@ -72,7 +72,8 @@ def test_wide_heads_get_blocks_that_fit(with_patch: Results) -> None:
     found = with_patch["wide_heads"]
     assert found["232448"]["options"] == [64, 32, 2]
     assert all(found[limit]["bytes"] <= int(limit) for limit in ("232448", "101376"))
-    assert "head_dim 1024" in found["none"] and "40000 bytes" in found["none"]
+    assert "head_dim 1024" in found["none"]
+    assert "40000 bytes" in found["none"]
 
 
 def test_what_cannot_be_computed_raises_by_name(with_patch: Results) -> None:
