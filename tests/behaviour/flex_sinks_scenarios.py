@@ -189,7 +189,7 @@ def compilations() -> Any:
     kernel.BACKEND = lambda graph, inputs, **k: graph.forward
     worst, before = 0.0, kernel.compilations()
     for i in range(30):
-        length = 140 + 37 * (i * 7 % 30)
+        length = 140 + 13 * (i * 7 % 30)
         q, k, v, sinks, _ = given.inputs("cpu", torch.float32, length)
         starts = torch.tensor([0, 50 + i, *range(90, 91 + i % 3)])
         mask = block_masks.causal(length, documents=starts, window=64 if i % 2 else None)
@@ -270,9 +270,13 @@ def masks(length: int) -> dict[str, Any]:
     def hole(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q >= kv) & ((q < 5) | (q > 140 - h)) & (q - kv < 100)
 
+    def ahead(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < 100) | (kv > 900)
+
     return {
         "whole": block_masks.causal(length, window=30),
         "longer": block_masks.causal(600, documents=torch.tensor([0, 70, 300]), window=130),
+        "longer, looks ahead": create_block_mask(ahead, 1, None, 1000, 1000, "cpu"),
         "per head, rows that see nothing": create_block_mask(hole, 1, 8, length, length, "cpu"),
         "sink slots": block_masks.causal(length + 200, window=20, sinks=3),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import types
 from collections.abc import Callable
@@ -26,6 +27,7 @@ FORWARD_TILES = ((64, 32, 2, 8), (64, 16, 2, 4), (32, 32, 2, 4), (32, 16, 1, 4),
 
 _log = logging.getLogger("fsdp_sink_patches")
 
+_names = itertools.count()
 _compilations: list[str] = []
 """The shape that each compilation of this process was for."""
 
@@ -132,7 +134,8 @@ class _Compiled:
         self.shape = ""
         self.count = 0
         self._backend = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
-        code = _attend.__code__.replace()
+        # torch keeps which sizes have changed by a code's place and name: of one name, heads would become dynamic.
+        code = _attend.__code__.replace(co_name=f"_attend_{next(_names)}")
         function = types.FunctionType(code, _attend.__globals__, _attend.__name__, _attend.__defaults__)
         self.call: Callable[..., tuple[Tensor, Tensor]] = torch.compile(function, backend=self._compile)
 

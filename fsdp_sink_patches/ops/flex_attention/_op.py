@@ -82,7 +82,8 @@ def flex_attention(
 def fitted(mask: BlockMask, query: Tensor, key: Tensor) -> BlockMask:
     """The mask for just these queries and keys.
 
-    ``BlockMask._adjust`` counts entries by their value instead of their place, so windows lose blocks.
+    ``BlockMask._adjust`` counts entries by their value instead of their place, and so keeps blocks behind the cut where
+    a mask looks ahead.
     """
     batch, heads = mask.kv_num_blocks.shape[:2]
     if batch not in (1, query.shape[0]) or heads not in (1, query.shape[1]):
