@@ -7,6 +7,7 @@ backward pass: memory is O(Q + KV) and one chunk of scores.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def forward(
         stop = min(start + rows, queries)
         low, high, hidden = 0, keys, None
         if block_mask is not None and blocks is not None:
-            low, high, hidden = _hidden(block_mask, blocks, start, stop, keys)
+            low, high = _reached(block_mask, blocks, start, stop, keys)
+            hidden = functools.partial(_hidden, block_mask, blocks, start, stop, low, high)
         terms = [t[:, :, start:stop, low:high] for t in (added, position_bias) if t is not None]
         attend = functools.partial(_attend, scale=scale, softcap=softcap, compute=compute)
         arguments: tuple[Any, ...]
@@ -59,7 +61,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    hidden: Tensor | None,
+    hidden: Callable[[], Tensor] | None,
     *added: Tensor,
     scale: float,
     softcap: float,
@@ -75,7 +77,7 @@ def _attend(
         for term in added:
             scores = scores + term.to(compute)
         if hidden is not None:
-            scores = scores.masked_fill(hidden, float("-inf"))
+            scores = scores.masked_fill(hidden(), float("-inf"))
         top = (
             scores.detach().amax(-1, keepdim=True) if keys else scores.new_full((batch, heads, rows, 1), float("-inf"))
         )
@@ -92,23 +94,27 @@ def _attend(
         return out.view(batch, heads, rows, -1).to(query.dtype)
 
 
-def _hidden(
-    mask: BlockMask, blocks: tuple[Tensor, Tensor], start: int, stop: int, keys: int
-) -> tuple[int, int, Tensor]:
-    """The keys that queries ``start:stop`` can reach; True ``[batch, heads, q, kv]`` where one must not be seen."""
+def _reached(mask: BlockMask, blocks: tuple[Tensor, Tensor], start: int, stop: int, keys: int) -> tuple[int, int]:
+    """First key that one of the queries ``start:stop`` can reach, and one past the last."""
     q_block, kv_block = mask.BLOCK_SIZE
     row = torch.arange(start, stop) // q_block
     partial, full = (b[:, :, row] for b in blocks)
     reached = (partial | full).flatten(0, 2).any(0).nonzero()[:, 0].tolist()
-    low, high = (reached[0] * kv_block, min((reached[-1] + 1) * kv_block, keys)) if reached else (0, 0)
-    column = torch.arange(low, high) // kv_block
-    partial, full = partial[..., column], full[..., column]
+    return (reached[0] * kv_block, min((reached[-1] + 1) * kv_block, keys)) if reached else (0, 0)
+
+
+def _hidden(mask: BlockMask, blocks: tuple[Tensor, Tensor], start: int, stop: int, low: int, high: int) -> Tensor:
+    """True ``[batch, heads, q, kv]`` where a key must not be seen. Made inside of a chunk: kept for the backward, the
+    chunks' masks would be the whole mask."""
+    q_block, kv_block = mask.BLOCK_SIZE
+    row, column = torch.arange(start, stop) // q_block, torch.arange(low, high) // kv_block
+    partial, full = (b[:, :, row][..., column] for b in blocks)
     if not bool(partial.any()):
-        return low, high, ~full
+        return ~full
     batch, heads = partial.shape[:2]
 
     def shifted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return mask.mask_mod(b, h, q + start, kv + low)
 
     visible = create_mask(shifted, batch, heads, stop - start, high - low, "cpu")
-    return low, high, ~((partial & visible) | full)
+    return ~((partial & visible) | full)
