@@ -15,22 +15,22 @@ TILES = [{"BLOCK_N": 16, "num_warps": 4, "num_stages": 1}]
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3}
 
 
-def run(given, sees, sinks, dout, deterministic):
+def run(given, sees, sinks, dout, deterministic, tiles=TILES):
     arguments = sees["window_starts"], sees.get("entry_ranges"), sees.get("topk_indices")
     scale = given[0].shape[-1] ** -0.5
-    out, lse = _kernels.forward(*given, sinks, *arguments, scale, TILES)
-    *grads, delta = _kernels.backward(dout, *given, *arguments, out, lse, scale, deterministic, TILES)
+    out, lse = _kernels.forward(*given, sinks, *arguments, scale, tiles)
+    *grads, delta = _kernels.backward(dout, *given, *arguments, out, lse, scale, deterministic, tiles)
     dsinks = (-((sinks - lse).exp() * delta).sum(0)).to(sinks.dtype)
     return out, lse.t(), *grads, dsinks
 
 
-def check(kind, lengths, heads, dim, dtype, sink, deterministic, **options):
+def check(kind, lengths, heads, dim, dtype, sink, deterministic, tiles=TILES, **options):
     given, sees, dout = case(kind, lengths, heads, dim, dtype, **options)
     sinks = sinks_of(sink, heads)
     leaves = [t.double().requires_grad_() for t in (*given, sinks)]
     expected, lse = compressed_oracle(*leaves, **sees)
     exact = expected, lse, *torch.autograd.grad(expected, leaves, dout.double(), materialize_grads=True)
-    found = run(given, sees, sinks, dout, deterministic)
+    found = run(given, sees, sinks, dout, deterministic, tiles)
     for name, mine, true in zip(("out", "lse", "dq", "dkv", "dentries", "dsinks"), found, exact, strict=True):
         assert mine.isfinite().all(), name
         assert relative_error(mine, true) <= LIMITS[dtype] or true.numel() == 0, name
@@ -81,3 +81,30 @@ def test_more_picks_than_entries_and_none_at_all():
     check("csa", [3, 2, 1], 2, 16, torch.float32, "4", False)  # no window of 4 tokens closes
     check("csa", [12], 2, 16, torch.float32, "4", False, picks=64)
     check("hca", [3, 3], 2, 16, torch.float32, "4", False)
+
+
+@pytest.mark.parametrize(("kind", "dim"), [("sliding", 32), ("hca", 32), ("csa", 512)])
+def test_the_tiles_that_a_card_gets(kind, dim):
+    check(kind, [9, 6], 2, dim, torch.float16, "random", False, tiles=None, window=5, rate=3, picks=5)
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_entries_that_are_the_keys_themselves(kind):
+    given, sees, dout = case(kind, [9, 6], 2, 16, torch.float32, window=5, rate=3)
+    sinks = sinks_of("4", 2)
+    twice = run([given[0], given[1], given[1]], sees, sinks, dout, True)
+    apart = run([given[0], given[1], given[1].clone()], sees, sinks, dout, True)
+    assert all(torch.equal(a, b) for a, b in zip(twice, apart, strict=True))
+
+
+def test_missing_picks_between_others():
+    given, sees, dout = case("csa", [9, 6], 2, 16, torch.float32, window=5, rate=3)
+    picks = sees["topk_indices"]
+    gaps = torch.cat((torch.full((len(picks), 20), -1), picks), 1)[:, torch.randperm(20 + picks.shape[1])]
+    sinks = sinks_of("4", 2)
+    plain = run(given, sees, sinks, dout, False)
+    for deterministic in (False, True):
+        for a, b in zip(
+            run(given, {**sees, "topk_indices": gaps.int()}, sinks, dout, deterministic), plain, strict=True
+        ):
+            torch.testing.assert_close(a, b)

@@ -115,6 +115,18 @@ for a, b in zip(eager, compiled, strict=True):
         ({"topk_indices": torch.zeros(4, 3, dtype=torch.int64)}, "-1 for none"),
         ({"entry_ranges": torch.zeros(5, 2, dtype=torch.int64), "topk_indices": torch.zeros(5, 3)}, "expected one of"),
         ({"sinks": torch.zeros(2, device="meta")}, "where q is"),
+        ({"softmax_scale": 0.0}, "finite one above 0"),
+        ({"softmax_scale": -0.3}, "finite one above 0"),
+        ({"softmax_scale": float("nan")}, "finite one above 0"),
+        ({"softmax_scale": float("inf")}, "finite one above 0"),
+        (
+            {
+                **{n: torch.zeros(s, dtype=torch.float16) for n, s in (("q", (5, 2, 8)), ("kv", (5, 8)))},
+                "compressed_kv": torch.zeros(3, 8, dtype=torch.float16),
+                "softmax_scale": 1e-5,
+            },
+            "Scale q instead",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(change, words):

@@ -485,7 +485,7 @@ def backward(
                 q, of, bounds, spans(options["BLOCK_N"]), lse, dout, delta, target,
                 heads, triton.cdiv(heads, options["BLOCK_H"]), of.shape[0], softmax_scale * LOG2E, softmax_scale,
                 q.stride(0), q.stride(1), of.stride(0), bounds.stride(0), dout.stride(0), dout.stride(1),
-                RANGES=of is entries, D=dim, WIDTH=block_d // halves, HALVES=halves, **options,
+                RANGES=bounds.dim() == 2, D=dim, WIDTH=block_d // halves, HALVES=halves, **options,
             )  # fmt: skip
 
         _launch(

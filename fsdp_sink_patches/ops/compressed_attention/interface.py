@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from fsdp_sink_patches.ops.compressed_attention import _op
 
 _INTEGERS = (torch.int32, torch.int64)
+_SMALLEST_SCALE = 2.0**-15
+"""Of fp16: a gradient of keys adds ``P / softmax_scale``, which must stay below fp16's largest number, 65504."""
 
 
 @overload
@@ -56,7 +59,7 @@ def compressed_attention(
         window_starts: int32 or int64 ``[tokens]``, the first key of each token's window, at most the token itself.
         entry_ranges: int32 or int64 ``[tokens, 2]``, or None.
         topk_indices: int32 or int64 ``[tokens, k]``, -1 for none, no entry twice in a row; or None.
-        softmax_scale: factor of the scores; ``head_dim ** -0.5`` if None.
+        softmax_scale: factor of the scores, above 0, for fp16 at least 2 ** -15; ``head_dim ** -0.5`` if None.
         deterministic: the gradients have the same bits in every run. Only those of picked entries need it: by default
             they are added atomically in fp32, and so they are where ``torch.use_deterministic_algorithms`` is off.
         return_lse: also return the log-sum-exp, sink included, ``[heads, tokens]`` in fp32 (fp64 for fp64), without a
@@ -67,11 +70,18 @@ def compressed_attention(
         ``sinks``.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, or both ``entry_ranges`` and ``topk_indices`` are given. The
-            numbers in them are not looked at, which would wait for the device: an index outside is undefined.
+        ValueError: a shape, dtype, device or ``softmax_scale`` does not fit, or both ``entry_ranges`` and
+            ``topk_indices`` are given. The numbers in them are not looked at, which would wait for the device: an index
+            outside is undefined.
     """
     _check(q, kv, compressed_kv, sinks, window_starts, entry_ranges, topk_indices)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    smallest = _SMALLEST_SCALE if q.dtype == torch.float16 else 0.0
+    if not smallest <= scale < math.inf or scale == 0:
+        raise ValueError(
+            f"compressed_attention: found softmax_scale {scale} for {q.dtype}; expected a finite one above 0, for "
+            "fp16 at least 2 ** -15. Scale q instead."
+        )
     out, lse = _op.compressed_attention(
         q, kv, compressed_kv, sinks, window_starts, entry_ranges, topk_indices, scale, deterministic
     )
