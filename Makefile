@@ -5,7 +5,7 @@
 # make clean
 #
 # Each target sets up .venv first, once: a second run installs nothing unless pyproject.toml or constraints.txt changed.
-# DEMO_ARGS, PYTEST_ARGS and CELLS are handed on to what runs.
+# DEMO_ARGS, PYTEST_ARGS and CELLS are handed on to what runs. WORKERS test files run at a time (2).
 #
 #   PYTHON       interpreter for .venv, 3.11 or newer                                    (python3)
 #   VENV         where it goes                                                           (.venv)
@@ -17,6 +17,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PIP_ARGS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -42,7 +43,7 @@ demo: $(READY)
 
 # pytest comes last: its closing line is what CI reads.
 test: lint types tables
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

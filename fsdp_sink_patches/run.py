@@ -11,7 +11,8 @@ nodes, are not reached: use `fsdp_sink_patches.autoload` there.
 A child that can't be patched says so and goes on, as with `fsdp_sink_patches.autoload`. Under
 ``FSDP_SINK_PATCHES_STRICT=1`` it ends at its start with exit code 1 instead of training without the patches.
 
-Which patches: ``FSDP_SINK_PATCHES``, ``FSDP_SINK_PATCHES_DISABLE`` and ``FSDP_SINK_PATCHES_STRICT``.
+Which patches: ``FSDP_SINK_PATCHES``, ``FSDP_SINK_PATCHES_DISABLE`` and ``FSDP_SINK_PATCHES_STRICT``. At the first step
+of an optimizer every rank is held against rank 0: ``FSDP_SINK_PATCHES_RANKS``.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ def main(argv: Sequence[str]) -> int:
 
     prepare_children()
     import fsdp_sink_patches
+    from fsdp_sink_patches import distributed
 
     fsdp_sink_patches.apply()
+    distributed.check_at_first_step()
     sys.argv = arguments
     # python -m puts the working directory first on sys.path, python script.py the script's directory, -P neither.
     safe = getattr(sys.flags, "safe_path", False)

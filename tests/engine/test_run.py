@@ -84,6 +84,20 @@ def test_run_a_script_as_main_with_its_own_argv(checkout: Path, tmp_path: Path) 
     assert done.returncode == 7
 
 
+def test_run_under_a_launcher_compares_ranks_too(checkout: Path, tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        "import os, torch, torch.distributed as dist\n"
+        "if os.environ['RANK'] == '1':\n    import planted, fsdp_sink_patches\n    fsdp_sink_patches.unapply()\n"
+        "dist.init_process_group('gloo')\n"
+        "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0).step()\n",
+    )
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    done = python(checkout, *torchrun, "-m", "fsdp_sink_patches.run", program, OMP_NUM_THREADS="1")
+    assert done.returncode != 0
+    assert "the patches of rank 1 are not those of rank 0" in done.stderr
+
+
 def test_run_a_module(checkout: Path, tmp_path: Path) -> None:
     script(tmp_path, "import sys, planted\nprint(planted.f(1), sys.argv[1:], __name__)\n", "mod.py")
     done = python(checkout, "-m", "fsdp_sink_patches.run", "-m", "mod", "x", PYTHONPATH=str(tmp_path))
@@ -226,3 +240,30 @@ def test_autoload_does_not_raise_for_an_unknown_id(checkout: Path) -> None:
     done = python(checkout, "-c", program, FSDP_SINK_PATCHES="planted.thin")
     assert "did you mean 'planted.thing'" in done.stderr
     assert done.stdout == "went on\n"
+
+
+PLUGIN = (
+    "try:\n    import fsdp_sink_patches._verl_plugin\nexcept Exception:\n    pass  # as verl does\nprint('went on')\n"
+)
+
+
+@pytest.mark.parametrize(("strict", "code", "printed"), [("0", 0, "went on\n"), ("1", 1, "")])
+def test_what_verl_swallows_ends_the_process_if_strict(checkout: Path, strict: str, code: int, printed: str) -> None:
+    done = python(checkout, "-c", PLUGIN, FSDP_SINK_PATCHES="planted.thin", FSDP_SINK_PATCHES_STRICT=strict)
+    assert (done.returncode, done.stdout) == (code, printed)
+    assert "did you mean 'planted.thing'" in done.stderr
+
+
+@pytest.mark.parametrize(("strict", "code", "printed"), [("", 0, "went on\n"), ("1", 1, "")])
+def test_a_broken_package_ends_verl_only_if_strict(
+    checkout: Path, tmp_path: Path, strict: str, code: int, printed: str
+) -> None:
+    """The rest of the package can't be imported, because a dependency is too old, say."""
+    broken = tmp_path / "fsdp_sink_patches"
+    broken.mkdir()
+    (broken / "__init__.py").touch()
+    (broken / "autoload.py").write_text("raise RuntimeError('broken install')\n")
+    shutil.copy(checkout / "fsdp_sink_patches" / "_verl_plugin.py", broken)
+    done = python(checkout, "-c", PLUGIN, PYTHONPATH=str(tmp_path), cwd=tmp_path, FSDP_SINK_PATCHES_STRICT=strict)
+    assert (done.returncode, done.stdout) == (code, printed)
+    assert "broken install" in done.stderr

@@ -122,7 +122,7 @@ def test_verl_finds_the_plugin(installed: Path, tmp_path: Path) -> None:
     probe = (
         "import json; from importlib.metadata import entry_points\n"
         "import sys; found = entry_points(group='verl.plugins'); [e.load() for e in found]\n"
-        "print(json.dumps([[e.name, e.value, e.value in sys.modules] for e in found]))"
+        "print(json.dumps([[e.name, e.value, 'fsdp_sink_patches.autoload' in sys.modules] for e in found]))"
     )
     plugins: list[Any] = json.loads(run(installed, "-c", probe, cwd=tmp_path))
-    assert plugins == [["fsdp_sink_patches", "fsdp_sink_patches.autoload", True]]
+    assert plugins == [["fsdp_sink_patches", "fsdp_sink_patches._verl_plugin", True]]
