@@ -16,20 +16,26 @@ SCORES_AT_ONCE = 2**24
 """Scores of a chunk, over all heads: 64 MiB in fp32."""
 
 _library = torch.library.Library("fsdp_sink_patches", "FRAGMENT")
-_library.define("top_entries(Tensor q, Tensor keys, Tensor weights, Tensor entry_ranges, int k, float scale) -> Tensor")
+_library.define(
+    "top_entries(Tensor q, Tensor keys, Tensor weights, Tensor entry_ranges, int k, float scale, bool rounded)"
+    " -> Tensor"
+)
 
 
-def top_entries(q: Tensor, keys: Tensor, weights: Tensor, entry_ranges: Tensor, k: int, scale: float) -> Tensor:
+def top_entries(
+    q: Tensor, keys: Tensor, weights: Tensor, entry_ranges: Tensor, k: int, scale: float, rounded: bool = False
+) -> Tensor:
     """The ``k`` best entries of each token among those that it sees; of equal scores the lower entries.
 
     Args:
-        q: ``[rows, tokens, heads, dim]``, floating point. Products are rounded to its dtype, as a matmul's are; their
-            weighted sum over heads has at least fp32.
+        q: ``[rows, tokens, heads, dim]``, floating point. Sums have at least fp32; on CUDA half precision is multiplied
+            on tensor cores all the same, which is exact.
         keys: ``[rows, entries, dim]``, q's dtype.
         weights: ``[rows, tokens, heads]``, floating point.
         entry_ranges: integers ``[1 or rows, tokens, 2]``, the entries ``[first, last + 1)`` of the token's own row.
         k: how many.
         scale: factor of the products.
+        rounded: products over ``dim`` are rounded to q's dtype, as a matmul's are.
 
     Returns:
         int32 ``[rows, tokens, min(k, entries)]``, ascending, then -1 where fewer are seen.
@@ -51,12 +57,14 @@ def top_entries(q: Tensor, keys: Tensor, weights: Tensor, entry_ranges: Tensor, 
             " [rows, entries, dim] of the same dtype, [rows, tokens, heads] and [1 or rows, tokens, 2]. Pass those."
         )
     picks: Tensor = torch.ops.fsdp_sink_patches.top_entries.default(
-        q.detach(), keys.detach(), weights.detach(), entry_ranges, k, scale
+        q.detach(), keys.detach(), weights.detach(), entry_ranges, k, scale, rounded
     )
     return picks
 
 
-def _top_entries(q: Tensor, keys: Tensor, weights: Tensor, entry_ranges: Tensor, k: int, scale: float) -> Tensor:
+def _top_entries(
+    q: Tensor, keys: Tensor, weights: Tensor, entry_ranges: Tensor, k: int, scale: float, rounded: bool
+) -> Tensor:
     rows, tokens, heads, _ = q.shape
     entries = keys.shape[1]
     k = min(k, entries)
@@ -73,16 +81,24 @@ def _top_entries(q: Tensor, keys: Tensor, weights: Tensor, entry_ranges: Tensor,
                 first, end = ranges[row, chunk].unsqueeze(1).unbind(-1)
                 seen = (slots >= first) & (slots < end)
                 if k < entries:
-                    scores = _scores(q[row, chunk], keys[row], weights[row, chunk], scale)
+                    scores = _scores(q[row, chunk], keys[row], weights[row, chunk], scale, rounded)
                     seen &= _best(scores.masked_fill_(~seen, float("-inf")), k)
                 picks[row, chunk] = _listed(seen, slots, k)
     return picks
 
 
-def _scores(q: Tensor, keys: Tensor, weights: Tensor, scale: float) -> Tensor:
+def _scores(q: Tensor, keys: Tensor, weights: Tensor, scale: float, rounded: bool) -> Tensor:
     """``[tokens, entries]``, in at least fp32."""
-    heads = (q.flatten(0, 1) @ keys.t()).relu_().mul_(scale).view(q.shape[0], q.shape[1], -1)
-    total: Tensor = (heads * weights.to(torch.promote_types(q.dtype, torch.float32)).unsqueeze(-1)).sum(1)
+    sums = torch.promote_types(q.dtype, torch.float32)
+    flat = q.flatten(0, 1)
+    if rounded or q.dtype == sums:
+        products = flat @ keys.t()
+    elif q.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        products = torch.mm(flat, keys.t(), out_dtype=sums)
+    else:
+        products = flat.to(sums) @ keys.t().to(sums)
+    heads = products.relu_().mul_(scale).view(q.shape[0], q.shape[1], -1)
+    total: Tensor = (heads * weights.to(sums).unsqueeze(-1)).sum(1)
     return total
 
 
@@ -104,5 +120,5 @@ _library.impl("top_entries", _top_entries, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fsdp_sink_patches::top_entries", lib=_library)
-def _(q, keys, weights, entry_ranges, k, scale):  # type: ignore[no-untyped-def]
+def _(q, keys, weights, entry_ranges, k, scale, rounded):  # type: ignore[no-untyped-def]
     return q.new_empty((*q.shape[:2], min(k, keys.shape[1])), dtype=torch.int32)

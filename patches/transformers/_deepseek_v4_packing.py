@@ -496,9 +496,10 @@ def _picks(
     scorer = self if _ROUNDS_POSITION_BIAS else self.scorer
     weights = scorer.weights_proj(hidden_states).float() * scorer.weights_scaling
     device = q.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    ranges = _ranges(self, position_ids, cache)
-    return top_entries(q.to(dtype), entries.to(dtype), weights, ranges, self.index_topk, float(scorer.softmax_scale))
+    rounded = torch.is_autocast_enabled(device)  # as upstream's product in fp32 then is
+    dtype = torch.get_autocast_dtype(device) if rounded else torch.float32 if q.dtype == torch.float64 else q.dtype
+    ranges, scale = _ranges(self, position_ids, cache), float(scorer.softmax_scale)
+    return top_entries(q.to(dtype), entries.to(dtype), weights, ranges, self.index_topk, scale, rounded)
 
 
 def picks_of(bias: Tensor, k: int) -> Tensor:

@@ -27,11 +27,9 @@ KINDS = 5
 
 @pytest.fixture(scope="module")
 def patched(run: Callable[..., Results]) -> Results:
-    return run(
-        "plain", "sinks_matter", "packed", "padded", "leaks", "continued", "generated", "decided", "given_masks",
-        "checkpointed", "compiled", "half_precision", "memory", "untouched", "validated", "held",
-        apply=(ID, PACKING), script=SCRIPT,
-    )  # fmt: skip
+    first = ("plain", "sinks_matter", "packed", "padded", "leaks", "continued", "generated", "decided")
+    second = ("given_masks", "checkpointed", "compiled", "half_precision", "memory", "untouched", "validated", "held")
+    return {**run(*first, apply=(ID, PACKING), script=SCRIPT), **run(*second, apply=(ID, PACKING), script=SCRIPT)}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def _right(result: dict[str, Any], calls: int = 3) -> None:
 
 def test_plain_rows_have_upstreams_logits_and_gradients(patched: Results, alone: Results) -> None:
     for found in (patched["plain"], alone["plain"]):
-        assert len(found) == KINDS * 4 * 2
+        assert len(found) == (KINDS + 1) * 2
         _right(found)
 
 
@@ -64,7 +62,7 @@ def test_dropped_sinks_would_show(patched: Results) -> None:
 def test_packed_documents_are_as_if_alone(patched: Results, control: Results) -> None:
     assert len(patched["packed"]) == KINDS
     for kind, errors in patched["packed"].items():
-        assert errors.pop("calls") == [512] * 9
+        assert errors.pop("calls") == [256] * 9
         assert errors.pop("gradient against eager") <= EXACT
         assert errors["gradient"] <= ROTATED
         assert max(errors.values()) <= RIGHT
@@ -173,8 +171,7 @@ def test_it_goes_without_a_trace(patched: Results) -> None:
 
 @pytest.mark.parametrize("order", [(ID, PACKING, *OTHERS), (*OTHERS, PACKING, ID)], ids=["first", "last"])
 def test_with_the_other_patches_in_any_order(order: tuple[str, ...], run: Callable[..., Results]) -> None:
-    found = run("packed", "checkpointed", apply=order, after=order[0] == ID, script=SCRIPT)
-    for errors in found["packed"].values():
-        assert max(errors["use_cache=False"], errors["use_cache=True"]) <= RIGHT
-        assert errors["gradient against eager"] <= EXACT
+    found = run("packed_briefly", "checkpointed", apply=order, after=order[0] == ID, script=SCRIPT)
+    assert found["packed_briefly"]["rel"] <= RIGHT
+    assert found["packed_briefly"]["calls"] == [96] * 3
     assert all(each == {"calls": 6, "equal": True} for each in found["checkpointed"].values())

@@ -89,7 +89,7 @@ def test_memory_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(q: Tensor, keys: Tensor, *a: object) -> Tensor:
         sizes.append(q.shape[0] * q.shape[1] * keys.shape[0])
-        return scores(q, keys, *a)  # type: ignore[arg-type]
+        return scores(q, keys, *a)
 
     monkeypatch.setattr(index_scores, "_scores", counted)
     q, keys, weights, ranges = case(heads=48)
@@ -113,12 +113,16 @@ def test_no_graph_and_no_autocast() -> None:
     assert not found.requires_grad
 
 
-def test_half_precision_rounds_products_alone() -> None:
+def test_half_precision_rounds_nothing_or_products_alone() -> None:
     """Under autocast transformers multiplies in bf16 and sums in fp32."""
     q, keys, weights, ranges = case(dtype=torch.bfloat16)
     products = torch.einsum("bthd,bsd->bths", q, keys)
     scores = ((products.relu() * 0.25) * weights.unsqueeze(-1)).sum(2)
-    found = index_scores.top_entries(q, keys, weights, ranges, 3, 0.25)
+    found = index_scores.top_entries(q, keys, weights, ranges, 3, 0.25, rounded=True)
+    wide = index_scores.top_entries(q, keys, weights, ranges, 3, 0.25)
+    assert torch.equal(wide.long(), naive(q.float(), keys.float(), weights, ranges, 3, 0.25))
+    one = (q[0], keys[0], weights[0], 0.25)
+    assert not torch.equal(index_scores._scores(*one, True), index_scores._scores(*one, False))
     for row in range(2):
         for token in range(101):
             first, end = ranges[row, token].tolist()
@@ -128,7 +132,7 @@ def test_half_precision_rounds_products_alone() -> None:
 
 
 def test_opcheck_and_compile() -> None:
-    inputs = (*case(), 6, 0.5)
+    inputs = (*case(), 6, 0.5, False)
     torch.library.opcheck(torch.ops.fsdp_sink_patches.top_entries.default, inputs)
     compiled = torch.compile(index_scores.top_entries, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*inputs), index_scores.top_entries(*inputs))
