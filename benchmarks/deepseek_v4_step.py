@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fsdp_sink_patches.patches.transformers._deepseek_v4_models import CSA, HCA, SLIDING, build
 
 import fsdp_sink_patches
-from fsdp_sink_patches import monitor
+from fsdp_sink_patches import monitor, settings
 from fsdp_sink_patches.ops.sink_attention.oracle import relative_error
 
 WIDTH: dict[str, Any] = {
@@ -55,6 +55,13 @@ SETS: dict[str, tuple[str, ...]] = {
     "deepseek-v4-rope": ("transformers.deepseek-v4-rope",),
     "deepseek-v4-packing": ("transformers.deepseek-v4-packing",),
     "both": ("transformers.deepseek-v4-rope", "transformers.deepseek-v4-packing"),
+    "deepseek-v4-attention": ("transformers.deepseek-v4-attention",),
+    "attention, packing": ("transformers.deepseek-v4-attention", "transformers.deepseek-v4-packing"),
+    "all three": (
+        "transformers.deepseek-v4-attention",
+        "transformers.deepseek-v4-packing",
+        "transformers.deepseek-v4-rope",
+    ),
 }
 
 
@@ -76,6 +83,7 @@ def step_of(model: Any, seqlen: int, documents: int) -> tuple[Any, Any]:
 
 def measure(name: str, model: Any, exact: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"patches": name, "seqlen": arguments.seqlen, "documents": arguments.documents}
+    row["layers"] = arguments.layers
     step, forward = step_of(model, arguments.seqlen, arguments.documents)
     # applied() without ids applies every patch
     with fsdp_sink_patches.applied(*SETS[name]) if SETS[name] else contextlib.nullcontext():
@@ -118,12 +126,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seqlen", type=int, default=4096)
     parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--layers", nargs="+", choices=(SLIDING, CSA, HCA), default=list(LAYERS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(SETS), default=list(SETS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    settings.use(compressed_attention="auto")
     with torch.no_grad():
-        model = build(LAYERS, torch.bfloat16, "cuda", **WIDTH)
+        model = build(tuple(arguments.layers), torch.bfloat16, "cuda", **WIDTH)
         wide = copy.deepcopy(model).float()
         ids = torch.randint(0, WIDTH["vocab_size"], (1, 1000), generator=torch.Generator().manual_seed(1)).cuda()
         exact = wide(input_ids=ids, use_cache=False).logits

@@ -514,12 +514,18 @@ def _call(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
-def _owned_by_us(raw: Any) -> str | None:
-    for entry in _entries.values():
-        for slot in entry.slots.values():
+def holder(raw: Any) -> str | None:
+    """The id of the patch whose replacement this attribute is, unwrapped and not since replaced; or None."""
+    for entry in list(_entries.values()):
+        for slot in list(entry.slots.values()):
             if raw is slot.ours and slot.target.kind == "call":
-                return f"the patch {entry.patch.id}"
+                return entry.patch.id
     return None
+
+
+def _owned_by_us(raw: Any) -> str | None:
+    id = holder(raw)
+    return None if id is None else f"the patch {id}"
 
 
 def _take_back(entry: _Entry) -> None:

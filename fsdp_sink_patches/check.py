@@ -257,10 +257,22 @@ def _environment() -> dict[str, Any]:
 
 def _backends() -> dict[str, str]:
     try:
+        import torch
+
+        from fsdp_sink_patches import settings
         from fsdp_sink_patches.ops import sink_attention
+        from fsdp_sink_patches.ops.compressed_attention import _op
     except Exception as error:  # a torch that lacks what the ops need must not hide the patches' rows
         return {"all": f"importing fsdp_sink_patches.ops.sink_attention raised {type(error).__name__}: {error}"}
-    return sink_attention.backends()
+    compressed = "available"
+    if settings.compressed_attention == "eager":
+        compressed = "settings.compressed_attention is 'eager': transformers' own attention runs"
+    elif not torch.cuda.is_available():
+        runs = "plain torch" if settings.compressed_attention == "fused" else "transformers' own attention"
+        compressed = f"no CUDA device: {runs} runs"
+    elif not _op._have_triton():
+        compressed = "no Triton: plain torch runs"
+    return {**sink_attention.backends(), "DeepSeek-V4's kernels": compressed}
 
 
 # --- --gpu ---------------------------------------------------------------------------------------------------------

@@ -199,7 +199,8 @@ def _comparable(report: Report) -> dict[str, str]:
     module does not compute with it."""
     from fsdp_sink_patches import settings
 
-    facts = {"settings": f"rope_dtype={settings.rope_dtype}, pooling_dtype={settings.pooling_dtype}"}
+    chosen = {name: getattr(settings, name) for name in ("rope_dtype", "pooling_dtype", "compressed_attention")}
+    facts = {"settings": ", ".join(f"{name}={value}" for name, value in chosen.items())}
     for patch in report.patches:
         state = "in force" if patch.state in (State.APPLIED, State.ARMED) else str(patch.state)
         facts[patch.id] = f"{state} ({patch.distribution} {patch.version})"

@@ -3,6 +3,7 @@
 | setting | values | environment | what it changes |
 |---|---|---|---|
 | ``rope_dtype`` | ``"fp32"``, ``"activation"`` | ``FSDP_SINK_PATCHES_ROPE_DTYPE`` | DeepSeek-V4's cos/sin: fp32 as servers keep them, or rounded to the activations' dtype as transformers does, bit for bit |
+| ``compressed_attention`` | ``"eager"``, ``"auto"``, ``"fused"`` | ``FSDP_SINK_PATCHES_COMPRESSED_ATTENTION`` | DeepSeek-V4's attention: transformers' own everywhere; fused on CUDA and transformers' own elsewhere; or fused everywhere (plain torch on the CPU) |
 | ``pooling_dtype`` | ``"activation"``, ``"fp32"`` | ``FSDP_SINK_PATCHES_POOLING_DTYPE`` | DeepSeek-V4's compressors: projected and pooled in the activations' dtype as transformers does, or in fp32 as the reference implementation does |
 
 The environment is read when this module is imported, and worker processes inherit it; :func:`use` and :func:`using`
@@ -16,7 +17,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_CHOICES = {"rope_dtype": ("fp32", "activation"), "pooling_dtype": ("activation", "fp32")}
+_CHOICES = {
+    "rope_dtype": ("fp32", "activation"),
+    "pooling_dtype": ("activation", "fp32"),
+    "compressed_attention": ("eager", "auto", "fused"),
+}
 
 
 def _from_environment(name: str) -> str:
@@ -35,28 +40,37 @@ def _checked(name: str, value: str, where: str) -> str:
 
 rope_dtype: str = _from_environment("rope_dtype")
 pooling_dtype: str = _from_environment("pooling_dtype")
+compressed_attention: str = _from_environment("compressed_attention")
 
 
-def use(*, rope_dtype: str | None = None, pooling_dtype: str | None = None) -> None:
+def use(
+    *, rope_dtype: str | None = None, pooling_dtype: str | None = None, compressed_attention: str | None = None
+) -> None:
     """Set what is given, from the next forward on.
 
     Raises:
         ValueError: a value that the table above does not list; nothing is changed then.
     """
-    given = {"rope_dtype": rope_dtype, "pooling_dtype": pooling_dtype}
+    given = {
+        "rope_dtype": rope_dtype,
+        "pooling_dtype": pooling_dtype,
+        "compressed_attention": compressed_attention,
+    }
     chosen = {name: _checked(name, value, f"{name}=") for name, value in given.items() if value is not None}
     globals().update(chosen)
 
 
 @contextmanager
-def using(*, rope_dtype: str | None = None, pooling_dtype: str | None = None) -> Iterator[None]:
+def using(
+    *, rope_dtype: str | None = None, pooling_dtype: str | None = None, compressed_attention: str | None = None
+) -> Iterator[None]:
     """:func:`use` for the length of a ``with`` block.
 
     Keep backward inside the block: under activation checkpointing it computes the forward again, by the settings that
     hold then. Around the forward alone, reentrant checkpointing would give wrong gradients without an error.
     """
     before = {name: globals()[name] for name in _CHOICES}
-    use(rope_dtype=rope_dtype, pooling_dtype=pooling_dtype)
+    use(rope_dtype=rope_dtype, pooling_dtype=pooling_dtype, compressed_attention=compressed_attention)
     try:
         yield
     finally:

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import DynamicCache
 
-from fsdp_sink_patches import settings
+from fsdp_sink_patches import _engine, settings
 from fsdp_sink_patches.ops.compressed_layout import CompressedLayout, compressed_layout, window_starts
+from fsdp_sink_patches.ops.index_scores import top_entries
 
 ID = "transformers.deepseek-v4-packing"
 PADDING = -1
@@ -88,13 +89,14 @@ def model_forward(
     positions = _positions(position_ids, mask, tokens, past, guess=filled_by != _LEFT_PADDED)
     if past and filled_by is not None and tokens.shape[1] > 1:
         _check_goes_on(positions, mask, past, filled_by)
+    fused = not past and prepared is None and _attention_is_fused(self, tokens.device, given)
     kept = cache is not None or _wants_cache(self, given.get("use_cache"))
     if kept and not past:
         rows = _UNPADDED if position_ids is None and mask is None else _rows(positions)
         if rows == _UNPADDED and settings.pooling_dtype == "activation":
             if hasattr(cache, _FILLED_BY):  # it was reset
                 delattr(cache, _FILLED_BY)
-            if additive:
+            if additive and not fused:
                 return original(self, input_ids, attention_mask, position_ids, *a, **k)
         else:
             cache = DynamicCache(config=self.config) if cache is None else cache
@@ -109,6 +111,9 @@ def model_forward(
     def masks(dtype: torch.dtype) -> dict[str, Tensor]:
         return {"sliding_attention": _mask(positions, tokens.shape[0], past, self.config.sliding_window, dtype)}
 
+    if fused:
+        unpadded = position_ids is None and mask is None
+        prepared = {"sliding_attention": rows_of(positions, self.config.sliding_window, unpadded)}
     if prepared is not None:
         return original(self, input_ids, prepared, positions, **given)
     if inputs_embeds is not None:
@@ -129,6 +134,20 @@ def _wants_cache(self: Any, use_cache: bool | None) -> bool:
     """As upstream decides: the config's default, never under activation checkpointing."""
     checkpoints = getattr(self, "gradient_checkpointing", False) and self.training and torch.is_grad_enabled()
     return bool(self.config.use_cache if use_cache is None else use_cache) and not checkpoints
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _attention_is_ours() -> bool:
+    """``transformers.deepseek-v4-attention`` is in place: only its forward knows what :class:`Rows` are."""
+    return _engine.holder(vars(modelling.DeepseekV4Attention)["forward"]) == "transformers.deepseek-v4-attention"
+
+
+def _attention_is_fused(self: Any, device: torch.device, given: dict[str, Any]) -> bool:
+    if not _attention_is_ours():
+        return False
+    from ._deepseek_v4_attention import upstreams_because
+
+    return upstreams_because(self.config, device, self.training, given.get("output_attentions")) is None
 
 
 def _split(attention_mask: Any, implementation: str) -> tuple[Tensor | None, Any]:
@@ -265,6 +284,41 @@ def _mask(positions: Tensor, batch: int, past: int, window: int, dtype: torch.dt
     return torch.where(seen, blank, torch.finfo(dtype).min)[:, None].expand(batch, -1, -1, -1)
 
 
+class Rows(NamedTuple):
+    """What the fused attention gets in place of a mask: no tensor of ``[queries, keys]`` exists.
+
+    ``order`` and ``rank`` are None where no document goes on over padding. Where one does, its window holds tokens that
+    don't lie side by side: ``starts`` are columns of the closed-up row, in its order; see :func:`_closed_up`.
+    """
+
+    positions: Tensor
+    starts: Tensor
+    order: Tensor | None
+    rank: Tensor | None
+
+    def mask(self, batch: int, window: int, dtype: torch.dtype) -> Tensor:
+        """The mask of the same rows, for upstream's attention."""
+        return _mask(self.positions, batch, 0, window, dtype)
+
+
+def rows_of(positions: Tensor, window: int, unpadded: bool) -> Rows:
+    """The windows of ``positions``; ``unpadded`` is known without looking at them.
+
+    Otherwise it costs a device-to-host copy a forward to see that nothing has to be closed up, which saves copies of
+    queries and outputs in every layer. A graph can't look, and closes up.
+    """
+    if unpadded:
+        return Rows(positions, window_starts(positions, window), None, None)
+    closed, order, rank = _closed_up(positions)
+    starts = window_starts(closed, window)
+    if not (torch.compiler.is_compiling() or (positions.is_cuda and torch.cuda.is_current_stream_capturing())):
+        apart = window_starts(positions, window)
+        goes_over_padding = (order.gather(1, starts.gather(1, rank)) != apart) & (positions >= 0)
+        if not bool(goes_over_padding.any()):
+            return Rows(positions, apart, None, None)
+    return Rows(positions, starts, order, rank)
+
+
 # --- what is remembered of positions --------------------------------------------------------------------------------
 
 
@@ -345,15 +399,19 @@ def hca_forward(
     """``DeepseekV4HCACompressor.forward``.
 
     Returns:
-        Entries ``[batch, 1, entries, head_dim]`` and the bias that says who sees them, ``[batch, 1, seqlen, entries]``.
+        Entries ``[batch, 1, entries, head_dim]`` and the bias that says who sees them, ``[batch, 1, seqlen, entries]``;
+        for the fused attention, which passes ``compact=True``, the ranges that say the same, ``[rows, seqlen, 2]``.
     """
+    compact = k.pop("compact", False)
     cache, layer_idx = _cache_and_layer(*a, **k)
     if _is_upstreams(cache):
         upstreams: tuple[Tensor, Tensor | None] = original(
             self, hidden_states, q_residual, position_ids, cache, layer_idx
         )
-        return upstreams
+        return (upstreams[0], _ranges(self, position_ids, cache)) if compact else upstreams
     entries = _entries(self, hidden_states, position_ids, cache, layer_idx, "compressor", overlap=False)
+    if compact:
+        return entries.unsqueeze(1), _ranges(self, position_ids, cache)
     if entries.shape[1] == 0:
         return entries.unsqueeze(1), None
     seen = _seen(self, position_ids, entries, cache)
@@ -370,12 +428,20 @@ def csa_forward(
     *a: Any,
     **k: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``DeepseekV4CSACompressor.forward``: as HCA's; the bias is 0 for what the indexer picked."""
+    """``DeepseekV4CSACompressor.forward``: as HCA's; the bias is 0 for what the indexer picked.
+
+    For the fused attention, which passes ``compact=True``, the picks themselves, integers ``[batch, seqlen, picks]``.
+    """
+    compact = k.pop("compact", False)
     cache, layer_idx = _cache_and_layer(*a, **k)
     if _is_upstreams(cache):
         upstreams: tuple[Tensor, Tensor] = original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
-        return upstreams
+        return (upstreams[0], picks_of(upstreams[1], self.indexer.index_topk)) if compact else upstreams
     entries = _entries(self, hidden_states, position_ids, cache, layer_idx, "compressor", overlap=True)
+    if compact:
+        return entries.unsqueeze(1), self.indexer(
+            hidden_states, q_residual, position_ids, cache, layer_idx, compact=True
+        )
     picks = self.indexer(hidden_states, q_residual, position_ids, cache, layer_idx)
     batch, count, _ = entries.shape
     bias = entries.new_full((batch, 1, hidden_states.shape[1], count + 1), float("-inf"))
@@ -392,20 +458,54 @@ def indexer_forward(
     *a: Any,
     **k: Any,
 ) -> Tensor:
-    """``DeepseekV4Indexer.forward``: entries that each token picks, int64 ``[batch, seqlen, picks]``, -1 for none."""
+    """``DeepseekV4Indexer.forward``: entries that each token picks, int64 ``[batch, seqlen, picks]``, -1 for none.
+
+    With ``compact=True`` scores exist for a chunk of tokens at a time, and no graph is made: nothing flows back.
+    """
+    compact = k.pop("compact", False)
     cache, layer_idx = _cache_and_layer(*a, **k)
     if _is_upstreams(cache):
         upstreams: Tensor = original(self, hidden_states, q_residual, position_ids, cache, layer_idx)
         return upstreams
-    entries = _entries(self, hidden_states, position_ids, cache, layer_idx, "indexer", overlap=True)
-    batch, seqlen, _ = hidden_states.shape
-    cos, sin = self.rotary_emb(hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type)
-    q = self.q_b_proj(q_residual).view(batch, seqlen, -1, self.head_dim).transpose(1, 2)
-    q = modelling.apply_rotary_pos_emb(q, cos, sin).transpose(1, 2)
+    if compact:
+        with torch.no_grad():
+            return _picks(self, hidden_states, q_residual, position_ids, cache, layer_idx)
+    q, entries = _index_vectors(self, hidden_states, q_residual, position_ids, cache, layer_idx)
     scores = _scores(self, q, entries, hidden_states)
     seen = _seen(self, position_ids, entries, cache).expand(scores.shape)
     picks = scores.masked_fill(~seen, float("-inf")).topk(min(self.index_topk, entries.shape[1]), dim=-1).indices
     return torch.where(seen.gather(-1, picks), picks, -1)
+
+
+def _index_vectors(
+    self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
+) -> tuple[Tensor, Tensor]:
+    """The indexer's queries ``[batch, seqlen, heads, dim]`` and entries ``[batch, entries, dim]``."""
+    entries = _entries(self, hidden_states, position_ids, cache, layer_idx, "indexer", overlap=True)
+    batch, seqlen, _ = hidden_states.shape
+    cos, sin = self.rotary_emb(hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type)
+    q = self.q_b_proj(q_residual).view(batch, seqlen, -1, self.head_dim).transpose(1, 2)
+    return modelling.apply_rotary_pos_emb(q, cos, sin).transpose(1, 2), entries
+
+
+def _picks(
+    self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
+) -> Tensor:
+    """What upstream's scores pick, int32 ``[batch, seqlen, picks]`` in ascending order, then -1."""
+    q, entries = _index_vectors(self, hidden_states, q_residual, position_ids, cache, layer_idx)
+    scorer = self if _ROUNDS_POSITION_BIAS else self.scorer
+    weights = scorer.weights_proj(hidden_states).float() * scorer.weights_scaling
+    device = q.device.type
+    rounded = torch.is_autocast_enabled(device)  # as upstream's product in fp32 then is
+    dtype = torch.get_autocast_dtype(device) if rounded else torch.float32 if q.dtype == torch.float64 else q.dtype
+    ranges, scale = _ranges(self, position_ids, cache), float(scorer.softmax_scale)
+    return top_entries(q.to(dtype), entries.to(dtype), weights, ranges, self.index_topk, scale, rounded)
+
+
+def picks_of(bias: Tensor, k: int) -> Tensor:
+    """The entries whose bias is 0, at most ``k`` of them, int64 ``[batch, seqlen, picks]``, -1 for none."""
+    best = bias[:, 0].topk(min(k, bias.shape[-1]), dim=-1)
+    return torch.where(best.values == 0, best.indices, -1)
 
 
 def _cache_and_layer(*a: Any, **k: Any) -> tuple[Any, int]:
@@ -433,6 +533,14 @@ def _seen(self: Any, position_ids: Tensor, entries: Tensor, cache: Any) -> Tenso
         return slots < ((position_ids + 1) // int(self.compress_rate))[..., None]
     first, end = windows(position_ids, self.compress_rate).layout.ranges.unsqueeze(2).unbind(-1)
     return (slots >= first) & (slots < end)
+
+
+def _ranges(self: Any, position_ids: Tensor, cache: Any) -> Tensor:
+    """The same as ranges ``[first, last + 1)``, int64 ``[1 or batch, seqlen, 2]``."""
+    if _is_upstreams(cache) or _goes_on(cache):
+        end = (position_ids + 1) // int(self.compress_rate)
+        return torch.stack((torch.zeros_like(end), end), dim=-1)
+    return windows(position_ids, self.compress_rate).layout.ranges
 
 
 def _entries(

@@ -334,3 +334,4 @@ def test_the_real_patches_are_applied_here() -> None:
     assert states["transformers.flash-sinks"] == "applied"
     assert states["transformers.packed-masks"] == "applied"
     assert report["backends"]["reference"] == "available"
+    assert "settings.compressed_attention is 'eager'" in report["backends"]["DeepSeek-V4's kernels"]

@@ -71,8 +71,8 @@ def test_settings_that_differ_stop_too(found: Any) -> None:
     for rank in found["settings"]:
         assert stopped(rank)
         assert (
-            "settings: found rope_dtype=activation, pooling_dtype=activation on rank 1, rope_dtype=fp32,"
-            in rank["outcome"]
+            "settings: found rope_dtype=activation, pooling_dtype=activation, compressed_attention=eager on rank 1, "
+            "rope_dtype=fp32," in rank["outcome"]
         )
 
 

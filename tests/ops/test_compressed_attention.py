@@ -71,6 +71,16 @@ def test_opcheck_checkpoint_and_frozen_inputs(kind):
     assert torch.equal(torch.autograd.grad(out, only_kv, dout)[0], plain[2])
 
 
+def test_autocast_rounds_nothing():
+    """Neither around the call nor around its backward."""
+    given, sees, dout = case("csa", [9, 14], 2, 8, torch.float32)
+    given = [*given, sinks_of("random", 2)]
+    plain = gradients(lambda *x: compressed_attention(*x, **sees), given, dout)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = gradients(lambda *x: compressed_attention(*x, **sees), given, dout)
+    assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
+
+
 def test_views_and_no_tokens():
     given, sees, dout = case("csa", LENGTHS, 4, 16, torch.float32)
     given = [*given, sinks_of("8", 4)]

@@ -6,11 +6,15 @@ It runs where the kernels don't, and they are tested against it. Scores are summ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 SCORES_AT_ONCE = 2**24
 """Scores of a chunk: 64 MiB in fp32."""
@@ -69,6 +73,18 @@ def _scores(q: Tensor, keys: Tensor, chunk: _Chunk, scale: float) -> Tensor:
     return torch.cat((of_window, of_entries), -1) * scale
 
 
+def _without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Sums are fp32 whatever autocast says, also in a backward that runs inside of it."""
+
+    @functools.wraps(function)
+    def run(*a: _P.args, **k: _P.kwargs) -> _R:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return function(*a, **k)
+
+    return run
+
+
+@_without_autocast
 def forward(
     q: Tensor, kv: Tensor, entries: Tensor, sinks: Tensor, window_starts: Tensor, ranges: Tensor | None,
     topk: Tensor | None, softmax_scale: float,
@@ -87,6 +103,7 @@ def forward(
     return out, lse
 
 
+@_without_autocast
 def backward(
     dout: Tensor, q: Tensor, kv: Tensor, entries: Tensor, window_starts: Tensor, ranges: Tensor | None,
     topk: Tensor | None, out: Tensor, lse: Tensor, softmax_scale: float,
