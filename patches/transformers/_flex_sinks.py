@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import math
 import types
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from fsdp_sink_patches.ops.flex_attention import flex_attention
 from fsdp_sink_patches.ops.sink_attention.oracle import oracle_attention, relative_error
 
 NAME = "transformers.flex-sinks"
+_log = logging.getLogger("fsdp_sink_patches")
 HEADS, KV_HEADS, HEAD_DIM, LENGTH, WINDOW = 8, 2, 64, 500, 128
 DOCUMENTS = (200, 1, 57, 242)
 LONG = 4096
@@ -57,7 +60,26 @@ def layer_forward(
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{NAME}: in {type(module).__name__}: {error}.") from error
+    except (NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what torch.compile raises when a kernel can't be built has many names
+        if query.device.type == "cpu":
+            raise
+        _say_upstreams(type(module).__name__, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        return original(module, query, key, value, attention_mask, **k)  # type: ignore[no-any-return]
     return out.transpose(1, 2).contiguous(), lse
+
+
+@functools.cache
+def _say_upstreams(layer: str, error: str) -> None:
+    _log.error(
+        "%s: found that torch could not build or start our flex attention in %s (%s); expected it to run. "
+        "transformers' own runs instead, which rounds the log-sum-exp: sink gradients are off by 1 to 3 %%. Use "
+        'attn_implementation="flash_attention_2" for exact ones, and please report this.',
+        NAME,
+        layer,
+        error,
+    )
 
 
 def measure(device: str) -> Measurement:

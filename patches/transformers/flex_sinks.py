@@ -10,7 +10,8 @@ With the patch every layer that passes ``s_aux`` runs :mod:`fsdp_sink_patches.op
 ``sigmoid(lse - sink)`` in fp32, with the sinks' exact gradient; on a CPU an equal result in plain operators.
 mimo_v2_flash is admitted. A mask made for more tokens than the batch has is cut, one for fewer raises.
 
-Layers of models without sinks run upstream's code. hy_v4 and deepseek_v4 stay refused: their indexers and compressors
+Layers of models without sinks run upstream's code, and so does a layer on CUDA for which torch can't build ours: an
+error in the log says so. hy_v4 and deepseek_v4 stay refused: their indexers and compressors
 compute with a mask tensor, which a BlockMask is not. transformers 4.55 and 4.56 are out of range: they put the sink
 into ``score_mod``, where no sink can be computed, and their mask functions differ.
 """

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from measured import RIGHT, Results
 
 ID = "transformers.flex-sinks"
@@ -99,3 +102,31 @@ def test_models_without_sinks_run_upstreams_code(with_patch: Results, upstream: 
 def test_its_own_validation_proves_it(with_patch: Results, upstream: Results) -> None:
     assert max(with_patch["validated"].values()) <= RIGHT
     assert set(upstream["validated"].values()) == {"inf"}
+
+
+def test_a_kernel_that_cannot_be_built_leaves_upstreams(monkeypatch: Any, caplog: Any) -> None:
+    """On CUDA: a job that ran before goes on, and the log says what it lost. Bad input and memory still raise."""
+    from fsdp_sink_patches.patches.transformers import _flex_sinks
+
+    import fsdp_sink_patches  # noqa: F401
+
+    raised: list[Exception] = [RuntimeError("no such\nkernel"), ValueError("bad"), torch.OutOfMemoryError()]
+
+    def build(*_: Any, **__: Any) -> Any:
+        raise raised.pop(0)
+
+    monkeypatch.setattr(_flex_sinks, "flex_attention", build)
+    query: Any = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
+
+    def forward() -> Any:
+        nothing: Any = None
+        return _flex_sinks.layer_forward(
+            lambda *a, **k: ("upstream", k["s_aux"]), nothing, query, nothing, nothing, nothing, s_aux=3
+        )
+
+    assert forward() == ("upstream", 3)
+    assert "transformers.flex-sinks: found that torch could not build" in caplog.text
+    assert "RuntimeError: no such)" in caplog.text
+    for kind in (ValueError, torch.OutOfMemoryError):
+        with pytest.raises(kind):
+            forward()
