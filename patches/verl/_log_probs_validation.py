@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp_sink_patches.patches.transformers._validation import _time
 from torch import Tensor
 
 from fsdp_sink_patches import Measurement
@@ -99,18 +97,3 @@ def fused_kernels_fsdp2(device: str) -> Measurement:
 def _grad(x: Tensor) -> Tensor:
     assert x.grad is not None
     return x.grad
-
-
-def _time(run: Callable[[], Any], device: str) -> tuple[float, int]:
-    cuda = device == "cuda"
-    times = []
-    for _ in range(7):
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        run()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times[2:]), torch.cuda.max_memory_allocated() if cuda else 0
