@@ -13,6 +13,7 @@ from typing import Any
 
 import contract
 import pytest
+from packaging.version import Version
 
 from fsdp_sink_patches import Patch, Target, _fingerprint, _registry
 
@@ -60,15 +61,16 @@ def test_every_folder_of_patches_is_packaged() -> None:
 
 
 def installed_here(id: str) -> bool:
-    """By metadata, or as the stub of the tree, which has the real signatures."""
-    distribution = _registry.get(id).distribution
-    if distribution == "flash-attn":
+    """By metadata, in a release that still needs the patch; or as the stub of the tree, which has the real
+    signatures."""
+    patch = _registry.get(id)
+    if patch.distribution == "flash-attn":
         return True
     try:
-        importlib.metadata.version(distribution)
+        found = importlib.metadata.version(patch.distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
+    return patch.fixed_in is None or Version(found) < Version(patch.fixed_in)
 
 
 @functools.cache

@@ -25,7 +25,20 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PATCHES = {id: patch for id, patch in _registry.patches().items() if patch.distribution == "transformers"}
+INSTALLED = Version(importlib.metadata.version("transformers"))
+
+
+def needed(patch: Patch, version: Version) -> bool:
+    """In range, and upstream has not fixed it yet."""
+    fixed = patch.fixed_in is not None and version >= Version(patch.fixed_in)
+    return _gates.contains(patch.requires, version) and not fixed
+
+
+PATCHES = {
+    id: patch
+    for id, patch in _registry.patches().items()
+    if patch.distribution == "transformers" and needed(patch, INSTALLED)
+}
 PRESENT = [
     (id, ref) for id, patch in PATCHES.items() for ref in _fingerprint.refs(patch) if _fingerprint.definitions(ref)
 ]
@@ -62,7 +75,7 @@ def test_every_release_we_test_is_known(id: str) -> None:
     text = (_fingerprint.matrix_directory() / "cells.toml").read_text(encoding="utf-8")
     named = [Requirement(line) for cell in tomllib.loads(text)["cells"].values() for line in cell["distributions"]]
     tested = {Version(str(need.specifier).removeprefix("==")) for need in named if need.name == patch.distribution}
-    meant = {str(v) for v in tested if _gates.contains(patch.requires, v) and not _gates.refusal(patch, v)}
+    meant = {str(v) for v in tested if needed(patch, v) and not _gates.refusal(patch, v)}
     known = {version for shape in _fingerprint.shapes(patch) for version in shape.versions}
     assert meant
     assert meant - known == set()
